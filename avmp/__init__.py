@@ -1,0 +1,86 @@
+"""avmp: one arena for the KV pages and the state slots of hybrid models, with capacity that migrates between them.
+
+Importing this package loads nothing else: each public name is fetched from its module on first use, so that planning
+and replay never pay for torch, and work where it is not installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from avmp.allocator import Allocator
+    from avmp.errors import (
+        ArenaTooSmall,
+        AvmpError,
+        Inconsistent,
+        InvalidArgument,
+        OutOfMemory,
+        RowsExhausted,
+        RowTooLong,
+        StaleHandle,
+        Unsupported,
+    )
+    from avmp.geometry import AttentionLayer, Geometry, StateLayer, StatePart
+    from avmp.layout import Layout
+    from avmp.named_models import named_model
+    from avmp.options import Options
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Allocator",
+    "ArenaTooSmall",
+    "AttentionLayer",
+    "AvmpError",
+    "Geometry",
+    "Inconsistent",
+    "InvalidArgument",
+    "Layout",
+    "Options",
+    "OutOfMemory",
+    "RowTooLong",
+    "RowsExhausted",
+    "StaleHandle",
+    "StateLayer",
+    "StatePart",
+    "Unsupported",
+    "__version__",
+    "named_model",
+]
+
+_NAMES_BY_MODULE = {
+    "avmp.allocator": ("Allocator",),
+    "avmp.errors": (
+        "ArenaTooSmall",
+        "AvmpError",
+        "Inconsistent",
+        "InvalidArgument",
+        "OutOfMemory",
+        "RowTooLong",
+        "RowsExhausted",
+        "StaleHandle",
+        "Unsupported",
+    ),
+    "avmp.geometry": ("AttentionLayer", "Geometry", "StateLayer", "StatePart"),
+    "avmp.layout": ("Layout",),
+    "avmp.named_models": ("named_model",),
+    "avmp.options": ("Options",),
+}
+_MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
+
+
+if not TYPE_CHECKING:  # type checkers see the imports above; with this function, they would let any name through
+
+    def __getattr__(name: str) -> object:
+        module = _MODULE_OF.get(name)
+        if module is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(module), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

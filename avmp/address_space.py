@@ -1,0 +1,285 @@
+"""Two pools in one address space: feasibility, capacity that migrates, and the effects that follow.
+
+Planning is pure: ``require`` decides from counts alone and raises before anything changes. Committing cannot fail:
+``make_room``, ``bind`` and ``drop`` only store into preallocated arrays.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from avmp.effects import EffectList
+from avmp.errors import OutOfMemory, Shortage
+from avmp.handles import Int64Array
+from avmp.layout import Layout
+from avmp.migration import plan_relocation
+from avmp.options import Options
+from avmp.page_pool import Kind, Pool
+
+
+class Event(NamedTuple):
+    """One line of the event stream. ``virtual`` and ``physical`` are int64 of one length; ``physical`` is where the
+    units are after an ``allocated`` or ``moved``, and where they were before a ``freed``."""
+
+    what: str
+    pool: Kind
+    virtual: Int64Array
+    physical: Int64Array
+
+
+@dataclass
+class Counters:
+    """What has happened since the allocator was made. Units are pages and slots, bytes are those of all lanes.
+
+    ``attempts`` counts, by outcome, the allocations that the free units of the pools could not serve:
+    ``"gap"`` (served from the gap), ``"retracted"`` (the other pool gave up free units only), ``"relocated"`` (live
+    units moved out of the way), and ``"refused: …"`` with the reason of the ``OutOfMemory``.
+    """
+
+    attempts: Counter[str] = field(default_factory=Counter)
+    units_given_up: int = 0
+    units_moved: int = 0
+    bytes_moved: int = 0
+    tail_copies: int = 0
+    peak_used_bytes: int = 0
+
+    @property
+    def retractions(self) -> int:
+        """Times that a pool gave up units, moving none."""
+        return self.attempts["retracted"]
+
+    @property
+    def migrations(self) -> int:
+        """Times that a pool gave up units and live ones had to move."""
+        return self.attempts["relocated"]
+
+
+class Disturbance(Protocol):
+    """A test's own migration policy: called with the address space before each commit, free to move what is not
+    pinned and to shift the extents, as ``ChaosMigration`` does."""
+
+    def disturb(self, space: AddressSpace) -> None:
+        """Relocates units and shifts extents; live units and their virtual ids stay."""
+
+
+class AddressSpace:
+    """The page pool, the slot pool, and what lies between them.
+
+    ``plain[kind]`` says that handing out and freeing units of that kind has no consequence beyond the tables: no
+    zeroing, poison or events.
+
+    The one inequality that keeps the pools apart, true after every commit, is ``Layout.fits``:
+    ``(first_slot + slots.extent) * slot_bytes <= (page_count - pages.extent) * page_bytes``.
+    """
+
+    def __init__(self, layout: Layout, options: Options, disturbance: Disturbance | None = None) -> None:
+        self.layout, self.options, self.disturbance = layout, options, disturbance
+        self.pages = Pool("page", layout.page_count, layout.first_page, layout.page_bytes)
+        self.slots = Pool("slot", layout.slot_count, layout.first_slot, layout.slot_bytes)
+        self.unit_bytes: dict[Kind, int] = {"page": layout.page_total_bytes, "slot": layout.slot_total_bytes}
+        self.effects = EffectList()
+        self.counters = Counters()
+        self.events: list[Event] | None = [] if options.events else None
+        for pool, floor in ((self.pages, options.floor_pages), (self.slots, options.floor_slots)):
+            pool.floor = min(floor, pool.capacity)
+            pool.grow(pool.floor)
+            pool.dirty.set_enabled(options.record_effects)
+        zeroed: dict[Kind, bool] = {"page": options.zero_pages, "slot": options.zero_slots}
+        self.zeroed = {kind: zero and options.record_effects for kind, zero in zeroed.items()}
+        watched = options.events or (options.poison and options.record_effects)
+        self.plain = {kind: not (watched or zero) for kind, zero in self.zeroed.items()}
+
+    @property
+    def pools(self) -> tuple[Pool, Pool]:
+        """Pages, then slots."""
+        return self.pages, self.slots
+
+    @property
+    def gap_bytes(self) -> int:
+        """Bytes of all lanes between the extents, that either pool may still take for nothing."""
+        layout = self.layout
+        low = (layout.first_slot + self.slots.extent) * layout.slot_bytes
+        if not layout.page_bytes:
+            return (layout.slot_count * layout.slot_bytes - low) * layout.lane_count
+        low = low or layout.first_page * layout.page_bytes
+        return ((layout.page_count - self.pages.extent) * layout.page_bytes - low) * layout.lane_count
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all lanes in held units."""
+        return self.pages.live * self.unit_bytes["page"] + self.slots.live * self.unit_bytes["slot"]
+
+    # -- planning --------------------------------------------------------------------------------------------------
+
+    def possible(
+        self, pages: int, slots: int, *, pins: bool = True, tickets: bool = True, floors: bool = True
+    ) -> bool:
+        """Whether ``pages`` more pages and ``slots`` more slots (negative: fewer) can be held together, moving what
+        may be moved. The keywords leave out one kind of obstacle, to find out which one is in the way."""
+        if pages <= self.pages.free.count and slots <= self.slots.free.count:
+            return True
+        return self.layout.fits(
+            self._least(self.pages, pages, pins, tickets, floors),
+            self._least(self.slots, slots, pins, tickets, floors),
+        )
+
+    def _least(self, pool: Pool, new: int, pins: bool, tickets: bool, floors: bool) -> int:
+        return max(pool.live + new, pool.floor if floors else 0, pool.pinned_extent(pins, tickets))
+
+    def require(self, operation: str, pages: int, slots: int) -> None:
+        """Returns if ``possible``, else counts the refusal and raises OutOfMemory with the numbers."""
+        if not self.possible(pages, slots):
+            shortage = self._shortage(operation, pages, slots)
+            self.counters.attempts[f"refused: {shortage.reason}"] += 1
+            raise OutOfMemory(shortage)
+
+    def _shortage(self, operation: str, pages: int, slots: int) -> Shortage:
+        least = {pool.kind: self._least(pool, new, True, True, True) for pool, new in self._needs(pages, slots)}
+        short_of: Kind = "page" if pages > self.pages.free.count else "slot"
+        if short_of == "page":
+            missing = least["page"] - self.layout.max_pages(least["slot"])
+        else:
+            missing = least["slot"] - self.layout.max_slots(least["page"])
+        return Shortage(
+            operation=operation,
+            pool=short_of,
+            reason=self._reason(pages, slots),
+            wanted_pages=pages,
+            wanted_slots=slots,
+            wanted_bytes=max(pages, 0) * self.unit_bytes["page"] + max(slots, 0) * self.unit_bytes["slot"],
+            missing_units=missing,
+            missing_bytes=missing * self.unit_bytes[short_of],
+            gap_bytes=self.gap_bytes,
+            free_pages=self.pages.free.count,
+            free_slots=self.slots.free.count,
+            awaiting_pages=len(self.pages.awaiting()),
+            awaiting_slots=len(self.slots.awaiting()),
+            pinned_pages=len(self.pages.pins),
+            pinned_slots=len(self.slots.pins),
+            held_by_pins_bytes=sum(
+                max(pool.pinned_extent() - max(pool.live + new, pool.floor), 0) * self.unit_bytes[pool.kind]
+                for pool, new in self._needs(pages, slots)
+            ),
+            held_by_floors_bytes=sum(
+                max(pool.floor - max(pool.live + new, 0), 0) * self.unit_bytes[pool.kind]
+                for pool, new in self._needs(pages, slots)
+            ),
+        )
+
+    def _needs(self, pages: int, slots: int) -> tuple[tuple[Pool, int], tuple[Pool, int]]:
+        return (self.pages, pages), (self.slots, slots)
+
+    def _reason(self, pages: int, slots: int) -> str:
+        awaiting_pages, awaiting_slots = len(self.pages.awaiting()), len(self.slots.awaiting())
+        if self.possible(pages - awaiting_pages, slots - awaiting_slots, tickets=False):
+            return "awaiting"
+        if self.possible(pages, slots, pins=False):
+            return "pinned"
+        if self.possible(pages, slots, floors=False):
+            return "floor"
+        return "bytes"
+
+    # -- committing ------------------------------------------------------------------------------------------------
+
+    def make_room(self, pages: int, slots: int) -> None:
+        """Brings the free units of both pools up to what is needed. ``require`` has found it possible."""
+        if self.disturbance is not None:
+            self.disturbance.disturb(self)
+        page_target = self.pages.extent + max(pages - self.pages.free.count, 0)
+        slot_target = self.slots.extent + max(slots - self.slots.free.count, 0)
+        if page_target == self.pages.extent and slot_target == self.slots.extent:
+            return
+        outcome = "gap"
+        if not self.layout.fits(page_target, slot_target):
+            if page_target > self.pages.extent:
+                extent = self.layout.max_slots(page_target)
+                moved = self._retract(self.slots, extent, self.slots.live + slots)
+            else:
+                extent = self.layout.max_pages(slot_target)
+                moved = self._retract(self.pages, extent, self.pages.live + pages)
+            outcome = "relocated" if moved else "retracted"
+        self.counters.attempts[outcome] += 1
+        for pool, target in ((self.pages, page_target), (self.slots, slot_target)):
+            if target > pool.extent:
+                pool.grow(target)
+
+    def _retract(self, donor: Pool, extent: int, needed: int) -> int:
+        """The donor gives up what lies beyond ``extent``; returns how many live units had to move."""
+        least = max(donor.floor, donor.pinned_extent(), needed)
+        spare = int(donor.extent * self.options.hysteresis)
+        plan = plan_relocation(donor.free.mask(donor.extent), extent, least, spare)
+        moved = len(plan.sources)
+        self.counters.units_given_up += donor.extent - plan.extent
+        self._record_move(donor, plan.sources, plan.destinations)
+        donor.retract(plan.extent, plan.sources, plan.destinations)
+        self._note_moved(donor, plan.destinations)
+        return moved
+
+    def relocate(self, pool: Pool, source: int, destination: int) -> None:
+        """Moves one live unit of rank ``source`` to the free rank ``destination``: for policies."""
+        ranks = np.array([source]), np.array([destination])
+        self._record_move(pool, *ranks)
+        pool.relocate(source, destination)
+        self._note_moved(pool, ranks[1])
+
+    def _record_move(self, pool: Pool, sources: Int64Array, destinations: Int64Array) -> None:
+        self.counters.units_moved += len(sources)
+        self.counters.bytes_moved += len(sources) * self.unit_bytes[pool.kind]
+        if self.options.record_effects:
+            physical = pool.physical_of_ranks(sources), pool.physical_of_ranks(destinations)
+            self.effects.add("move", pool.kind, *physical)
+
+    def _note_moved(self, pool: Pool, destinations: Int64Array) -> None:
+        if self.events is not None and len(destinations):
+            physical = pool.physical_of_ranks(destinations)
+            self.events.append(Event("moved", pool.kind, pool.virtual_of[physical].astype(np.int64), physical))
+
+    def bind(self, pool: Pool, count: int, fresh: bool = True) -> Int64Array:
+        """Hands out ``count`` units with one holder each: virtual ids, int64. Units that a copy is about to fill
+        are not ``fresh``: they are not zeroed first."""
+        virtual = pool.take(count)
+        if self.events is not None and count:
+            self.events.append(Event("allocated", pool.kind, virtual, pool.physical[virtual].astype(np.int64)))
+        if fresh and self.zeroed[pool.kind]:
+            self.zero(pool, virtual)
+        self.counters.peak_used_bytes = max(self.counters.peak_used_bytes, self.used_bytes)
+        return virtual
+
+    def zero(self, pool: Pool, virtual: NDArray[np.integer]) -> None:
+        """Effect: the units become zero."""
+        if self.options.record_effects:
+            self.effects.add("zero", pool.kind, destinations=pool.physical[virtual].astype(np.int64))
+
+    def copy(self, pool: Pool, sources: NDArray[np.integer], destinations: NDArray[np.integer]) -> None:
+        """Effect: the bytes of virtual ``sources`` come to lie in virtual ``destinations`` too."""
+        if self.options.record_effects:
+            physical = pool.physical[sources].astype(np.int64), pool.physical[destinations].astype(np.int64)
+            self.effects.add("copy", pool.kind, *physical)
+
+    def swap(
+        self, operation: Literal["swap_out", "swap_in"], pool: Pool, virtual: NDArray[np.integer], swapped: int
+    ) -> None:
+        """Effect: units go to, or come from, positions 0, 1, … of a swapped sequence's host buffer."""
+        if self.options.record_effects:
+            there, here = np.arange(len(virtual)), pool.physical[virtual].astype(np.int64)
+            sources, destinations = (here, there) if operation == "swap_out" else (there, here)
+            self.effects.add(operation, pool.kind, sources, destinations, swapped)
+
+    def drop(self, pool: Pool, virtual: Int64Array) -> None:
+        """One holder fewer for each entry; units without a holder become free."""
+        virtual, physical = pool.drop(virtual)
+        if self.events is not None and len(virtual):
+            self.events.append(Event("freed", pool.kind, virtual, physical))
+        if self.options.poison and self.options.record_effects:
+            self.effects.add("poison", pool.kind, destinations=physical)
+
+    def retire(self, ticket: int) -> None:
+        """Drops what tickets up to ``ticket`` hold in either pool."""
+        for pool in self.pools:
+            for virtual in pool.due(ticket):
+                self.drop(pool, virtual)

@@ -1,0 +1,282 @@
+"""Sequences that come, grow and go: admit, extend, release, release_front."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from avmp.errors import InvalidArgument
+from avmp.handles import Handles, Int64Array, as_counts, as_handles
+from avmp.ledger import Ledger, Planned
+from avmp.sequences import NO_WINDOW
+
+Counts: TypeAlias = "int | Iterable[int] | NDArray[np.integer]"
+
+
+class Prefix(NamedTuple):
+    """What a new sequence starts from: ``snapshot`` (its state, and its pages unless ``pages`` are given), or
+    ``pages`` alone for a model without state layers. ``pages`` are handles that cover exactly the position."""
+
+    snapshot: int | None = None
+    pages: Handles | None = None
+
+
+class Start(NamedTuple):
+    """A resolved prefix: how many tokens are there, in which pages (virtual ids), with whose state."""
+
+    position: int
+    pages: Int64Array
+    snapshot: int | None
+    front: int = 0
+    window: int = NO_WINDOW
+    history: tuple[int, ...] = ()
+
+
+Prefixes: TypeAlias = "None | int | Prefix | Iterable[None | int | Prefix]"
+_EMPTY = Start(0, np.empty(0, dtype=np.int64), None)
+
+
+# -- admit ---------------------------------------------------------------------------------------------------------
+
+
+def plan_admit(ledger: Ledger, token_counts: Iterable[int], prefix: Prefixes = None) -> Planned[Int64Array]:
+    """New sequences of these total lengths, one slot each; yields their handles."""
+    counts = np.asarray(token_counts if isinstance(token_counts, np.ndarray) else list(token_counts))
+    if counts.ndim != 1:
+        raise InvalidArgument(f"admit: expected a list of token counts, got shape {counts.shape}")
+    counts = as_counts(counts, len(counts), "admit: token counts")
+    starts = None if prefix is None else _starts(ledger, prefix, len(counts))
+    ledger.require_rows("admit", len(counts))
+    ledger.require_width("admit", counts)
+    pages = int(ledger.columns_for(counts).sum())
+    if starts is not None:
+        pages += _pages_beyond(ledger, counts, starts)
+    slots = len(counts) if ledger.has_slots else 0
+    return Planned(pages, slots, lambda: _admit(ledger, counts, starts))
+
+
+def _starts(ledger: Ledger, prefix: Prefixes, count: int) -> list[Start]:
+    single = isinstance(prefix, (int, np.integer, Prefix))
+    prefixes = [prefix] * count if single else list(prefix)  # type: ignore[arg-type]
+    if len(prefixes) != count:
+        raise InvalidArgument(f"admit: {len(prefixes)} prefixes for {count} sequences; expected one, or one each")
+    return [_start(ledger, item) for item in prefixes]  # type: ignore[arg-type]
+
+
+def _start(ledger: Ledger, item: None | int | Prefix) -> Start:
+    if item is None:
+        return _EMPTY
+    prefix = item if isinstance(item, Prefix) else Prefix(int(item))
+    if prefix.snapshot is None:
+        return _start_from_pages(ledger, prefix)
+    snapshot = ledger.snapshot(prefix.snapshot)
+    history = (*snapshot.lineage, int(prefix.snapshot))
+    start = Start(snapshot.position, snapshot.pages, snapshot.slot, snapshot.front, snapshot.window, history)
+    if prefix.pages is None:
+        return start
+    pages = ledger.space.pages.resolve(as_handles(prefix.pages))
+    columns = len(snapshot.pages)
+    if len(pages) != columns:
+        raise InvalidArgument(
+            f"prefix: {len(pages)} pages, but the snapshot's position {snapshot.position} needs exactly {columns}"
+        )
+    return start._replace(pages=pages, front=0, window=NO_WINDOW)
+
+
+def _start_from_pages(ledger: Ledger, prefix: Prefix) -> Start:
+    if ledger.has_slots:
+        raise InvalidArgument("prefix: pages without a snapshot; state layers can only go on from a state")
+    if prefix.pages is None:
+        return _EMPTY
+    pages = ledger.space.pages.resolve(as_handles(prefix.pages))
+    return Start(len(pages) * ledger.page_tokens, pages, None)
+
+
+def _pages_beyond(ledger: Ledger, counts: Int64Array, starts: list[Start]) -> int:
+    """What the prefixes change in the number of pages: theirs are shared, a tail that grows at once is copied."""
+    change = 0
+    for count, start in zip(counts.tolist(), starts, strict=True):
+        if count < start.position:
+            raise InvalidArgument(f"admit: {count} tokens in all, but the prefix alone has {start.position}")
+        change -= len(start.pages)
+        change += int(count > start.position and len(start.pages) > 0 and start.position % ledger.page_tokens > 0)
+    return change
+
+
+def _admit(ledger: Ledger, counts: Int64Array, starts: list[Start] | None) -> Int64Array:
+    table, space = ledger.table, ledger.space
+    rows = table.occupy(len(counts))
+    if ledger.has_slots and len(rows):
+        table.slot[rows] = slots = space.bind(space.slots, len(rows), fresh=starts is None)
+    if starts is None:
+        grow_rows(ledger, rows, counts)
+        return table.handle[rows]
+    for row, start in zip(rows.tolist(), starts, strict=True):
+        _begin(ledger, row, start)
+    grow_rows(ledger, rows, counts - np.array([start.position for start in starts], dtype=np.int64))
+    if ledger.has_slots and len(rows):
+        stateful = np.array([start.snapshot is not None for start in starts])
+        if space.zeroed["slot"]:
+            space.zero(space.slots, slots[~stateful])
+        sources = [start.snapshot for start in starts if start.snapshot is not None]
+        space.copy(space.slots, np.array(sources, dtype=np.int64), slots[stateful])
+    return table.handle[rows]
+
+
+def _begin(ledger: Ledger, row: int, start: Start) -> None:
+    table = ledger.table
+    ledger.space.pages.share(start.pages[start.pages > 0])
+    table.set_pages(row, start.pages, start.front)
+    table.set_length(row, start.position)
+    table.window[row] = start.window
+    table.history[row] = start.history
+    table.flag(row, len(start.pages) > 0 and start.position % ledger.page_tokens > 0)
+
+
+# -- extend --------------------------------------------------------------------------------------------------------
+
+
+def plan_extend(ledger: Ledger, ids: Int64Array, counts: Counts = 1) -> Planned[None]:
+    """Room for ``counts`` more tokens in each row."""
+    table = ledger.table
+    added = as_counts(counts, len(ids), "extend: counts")
+    lengths = table.length[ids] + added
+    ledger.require_width("extend", lengths)
+    pages = int((ledger.columns_for(lengths) - table.columns[ids]).sum()) if ledger.has_pages else 0
+    pages += len(_tails_to_copy(ledger, ids, added))
+    return Planned(pages, 0, lambda: grow_rows(ledger, ids, added))
+
+
+def grow_rows(ledger: Ledger, rows: Int64Array, added: Int64Array) -> None:
+    """Commits ``added`` more tokens for each row; the pages are there. Shared tails are copied first."""
+    table, space = ledger.table, ledger.space
+    if table.flagged:
+        _copy_tails(ledger, rows, added)
+    lengths = table.length[rows] + added
+    if ledger.has_pages:
+        columns = ledger.columns_for(lengths)
+        missing = columns - table.columns[rows]
+        total = int(missing.sum())
+        if total:
+            cells = _cells(rows * table.row_width + table.columns[rows], missing, total)
+            table.block_table.reshape(-1)[cells] = space.bind(space.pages, total)
+            table.columns[rows] = columns
+            table.dirty.add(cells)
+    table.length[rows] = lengths
+    table.set_cursors(rows)
+
+
+def _cells(first: Int64Array, counts: Int64Array, total: int) -> Int64Array:
+    """Flat indices: for each i, ``counts[i]`` consecutive ones from ``first[i]``."""
+    if len(first) == 1:
+        return np.arange(first[0], first[0] + total)
+    starts = np.cumsum(counts) - counts
+    return np.repeat(first - starts, counts) + np.arange(total)
+
+
+def _tails_to_copy(ledger: Ledger, rows: Int64Array, added: Int64Array) -> list[int]:
+    """Rows, in order, whose shared tail page has to be copied before they append: all flagged ones, except that the
+    last holder of a page keeps it."""
+    table, references = ledger.table, ledger.space.pages.references
+    if not table.flagged:
+        return []
+    left: dict[int, int] = {}
+    copied = []
+    for row in rows[table.tail_shared[rows] & (added > 0)].tolist():
+        tail = int(table.block_table[row, table.columns[row] - 1])
+        if left.setdefault(tail, int(references[tail])) > 1:
+            left[tail] -= 1
+            copied.append(row)
+    return copied
+
+
+def _copy_tails(ledger: Ledger, rows: Int64Array, added: Int64Array) -> None:
+    table, space = ledger.table, ledger.space
+    copied = _tails_to_copy(ledger, rows, added)
+    for row in rows[table.tail_shared[rows] & (added > 0)].tolist():
+        table.flag(row, False)
+    if not copied:
+        return
+    space.counters.tail_copies += len(copied)
+    where = np.array(copied, dtype=np.int64)
+    columns = table.columns[where] - 1
+    old = table.block_table[where, columns].astype(np.int64)
+    new = space.bind(space.pages, len(copied), fresh=False)
+    space.copy(space.pages, old, new)
+    table.block_table[where, columns] = new
+    table.dirty.add(where * table.row_width + columns)
+    space.drop(space.pages, old)
+
+
+# -- release -------------------------------------------------------------------------------------------------------
+
+
+def plan_release(ledger: Ledger, rows: Int64Array, after: int | None = None) -> Planned[None]:
+    """The sequences are gone; their units too, or once the ticket ``after`` is retired."""
+    if after is not None:
+        require_ticket("release: after", after)
+    return Planned(0, 0, lambda: release_rows(ledger, rows, after))
+
+
+def plan_retire(ledger: Ledger, ticket: int) -> Planned[None]:
+    """What tickets up to this one hold is let go of."""
+    require_ticket("retire: ticket", ticket)
+    return Planned(0, 0, lambda: ledger.space.retire(int(ticket)))
+
+
+def require_ticket(what: str, ticket: int) -> None:
+    """Raises InvalidArgument unless this is an integer."""
+    if isinstance(ticket, bool) or not isinstance(ticket, (int, np.integer)):
+        raise InvalidArgument(f"{what}={ticket!r}: expected an integer")
+
+
+def held_by(ledger: Ledger, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Virtual ids of all pages and slots of these rows, one entry per holder."""
+    table = ledger.table
+    pages = [table.pages(row) for row in rows.tolist()]
+    held = np.concatenate(pages) if pages else np.empty(0, dtype=np.int64)
+    slots = table.slot[rows].astype(np.int64)
+    return held[held > 0], slots[slots > 0]
+
+
+def release_rows(ledger: Ledger, rows: Int64Array, after: int | None = None) -> None:
+    """Commits the release of these rows."""
+    space = ledger.space
+    held = held_by(ledger, rows)
+    for row in rows.tolist():
+        ledger.table.vacate(row)
+    for pool, virtual in zip(space.pools, held, strict=True):
+        if after is None:
+            space.drop(pool, virtual)
+        else:
+            pool.hold(int(after), virtual)
+
+
+def plan_release_front(ledger: Ledger, ids: Int64Array, tokens: Counts) -> Planned[None]:
+    """The first ``tokens`` tokens of each row are no longer read: their whole pages are given up."""
+    table = ledger.table
+    left = as_counts(tokens, len(ids), "release_front: tokens")
+    beyond = left > table.length[ids]
+    if beyond.any():
+        row = int(ids[beyond][0])
+        raise InvalidArgument(f"release_front: {left[beyond][0]} tokens, the sequence has {table.length[row]}")
+    return Planned(0, 0, lambda: _release_front(ledger, ids, left))
+
+
+def _release_front(ledger: Ledger, rows: Int64Array, tokens: Int64Array) -> None:
+    table, space = ledger.table, ledger.space
+    for row, count in zip(rows.tolist(), tokens.tolist(), strict=True):
+        if count:
+            table.window[row] = min(int(table.window[row]), int(table.length[row]) - count)
+        columns = count // ledger.page_tokens if ledger.has_pages else 0
+        front = int(table.front[row])
+        if columns > front:
+            pages = table.block_table[row, front:columns].astype(np.int64)
+            table.block_table[row, front:columns] = 0
+            table.front[row] = columns
+            table.dirty.add(np.arange(front, columns) + row * table.row_width)
+            table.set_cursors(np.array([row]))
+            space.drop(space.pages, pages)

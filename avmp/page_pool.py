@@ -1,0 +1,276 @@
+"""One pool of equal units (pages, or state slots): who they belong to, where they lie, which are free.
+
+A unit has a **virtual id**, which never changes while it is held, and a **physical id**, which a migration may
+change. Everything outside this file and the effects speaks of virtual ids.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from typing import Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from avmp.dirty_entries import DirtyEntries
+from avmp.errors import StaleHandle
+from avmp.free_ranks import FreeRanks
+from avmp.handles import (
+    GENERATION_MASK,
+    ID_MASK,
+    KIND_SHIFT,
+    PAGE,
+    SLOT,
+    Int64Array,
+    describe_handle,
+    make_handle,
+)
+
+Kind: TypeAlias = Literal["page", "slot"]
+Int32Array: TypeAlias = NDArray[np.int32]
+
+FREE, LIVE, AWAITING, NULL, OUTSIDE = range(5)
+"""States of a physical id, as ``Pool.states`` returns them."""
+
+
+class Pool:
+    """One pool. Which kind it is makes no difference beyond its direction in the lane.
+
+    ``unit_count`` physical ids fit into a lane; those below ``first`` are null and belong to nobody. The pool owns
+    the ``extent`` units nearest its own end. A unit of rank r (0 is nearest that end) has the physical id
+    ``origin + step * r``.
+
+    Invariants: ``free.count + live == extent``, where live counts every held unit, those that only a ticket holds
+    included; ``physical[virtual_of[p]] == p`` for each held p; ``references[v]`` is the number of holders of v, 0 if
+    v is not bound; ``extra_references == sum(references) - live``. Virtual id 0 is bound to physical 0 for ever.
+    """
+
+    def __init__(self, kind: Kind, unit_count: int, first: int, unit_bytes: int) -> None:
+        self.kind: Kind = kind
+        self.unit_bytes = unit_bytes
+        self.unit_count = unit_count
+        self.first = first
+        self.capacity = max(unit_count - first, 0)
+        self.origin, self.step = (unit_count - 1, -1) if kind == "page" else (first, 1)
+        self.extent = 0
+        self.floor = 0
+        self.live = 0
+        self.extra_references = 0
+        self.free = FreeRanks(self.capacity)
+        self.physical: Int32Array = np.zeros(self.capacity + 1, dtype=np.int32)
+        self.references: Int32Array = np.zeros(self.capacity + 1, dtype=np.int32)
+        self.loose: Int32Array = np.zeros(self.capacity + 1, dtype=np.int32)
+        self.generation: Int32Array = np.zeros(self.capacity + 1, dtype=np.int32)
+        self.virtual_of: Int32Array = np.zeros(max(unit_count, 1), dtype=np.int32)
+        self.pins: Counter[int] = Counter()
+        self.tickets: dict[int, list[Int64Array]] = {}
+        self.dirty = DirtyEntries(self.capacity + 1)
+        self._unbound = array("i", range(self.capacity, 0, -1))
+        self._handle_kind = PAGE if kind == "page" else SLOT
+        self._base = self._handle_kind << KIND_SHIFT
+        # Scalar access through a memoryview costs a third of what it costs through numpy.
+        self._physical, self._references = memoryview(self.physical), memoryview(self.references)
+        self._loose, self._generation = memoryview(self.loose), memoryview(self.generation)
+        self._virtual_of = memoryview(self.virtual_of)
+
+    # -- ranks and bytes -------------------------------------------------------------------------------------------
+
+    def ranks_of(self, virtual: NDArray[np.integer]) -> Int64Array:
+        """Ranks, int64, of held units."""
+        return (self.physical[virtual].astype(np.int64) - self.origin) * self.step
+
+    def physical_of_ranks(self, ranks: Int64Array) -> Int64Array:
+        """Physical ids, int64, of ranks."""
+        return self.origin + self.step * ranks
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of host memory that this pool's arrays take."""
+        arrays = (self.physical, self.references, self.loose, self.generation, self.virtual_of, self.free.map)
+        return sum(a.nbytes for a in arrays) + (self.capacity + 1) * self._unbound.itemsize
+
+    # -- taking and giving back ------------------------------------------------------------------------------------
+
+    def take(self, count: int) -> Int64Array:
+        """Binds ``count`` units with one holder each: virtual ids, int64 ``[count]``. The room is there."""
+        physical = self.physical_of_ranks(self.free.take(count))
+        keep = len(self._unbound) - count
+        virtual = np.array(self._unbound[keep:], dtype=np.int64)[::-1]
+        del self._unbound[keep:]
+        self.physical[virtual] = physical
+        self.virtual_of[physical] = virtual
+        self.references[virtual] = 1
+        self.live += count
+        self.dirty.add(virtual)
+        return virtual
+
+    def take_loose(self) -> int:
+        """Binds one unit held by the caller's handle alone; returns that handle."""
+        physical = self.origin + self.step * self.free.take_one()
+        virtual = self._unbound.pop()
+        self._physical[virtual] = physical
+        self._virtual_of[physical] = virtual
+        self._references[virtual] = 1
+        self._loose[virtual] = 1
+        self.live += 1
+        self.dirty.add_one(virtual)
+        return self._base | self._generation[virtual] << 32 | virtual
+
+    def give_loose(self, handle: int) -> None:
+        """Frees the unit of a handle that ``is_sole`` holder of it."""
+        virtual = handle & ID_MASK
+        physical = self._physical[virtual]
+        self._virtual_of[physical] = 0
+        self._physical[virtual] = 0
+        self._references[virtual] = 0
+        self._loose[virtual] = 0
+        self._generation[virtual] = self._generation[virtual] + 1 & GENERATION_MASK
+        self.live -= 1
+        self.free.give_one((physical - self.origin) * self.step)
+        self._unbound.append(virtual)
+        self.dirty.add_one(virtual)
+
+    def is_sole(self, handle: int) -> bool:
+        """Whether the handle is live and the only holder of its unit, which is then not pinned either."""
+        virtual = handle & ID_MASK
+        return (
+            0 < virtual <= self.capacity
+            and handle >> 32 == self._base >> 32 | self._generation[virtual]
+            and self._loose[virtual] == 1
+            and self._references[virtual] == 1
+        )
+
+    def share(self, virtual: NDArray[np.integer]) -> None:
+        """One more holder for each entry of ``virtual``; ids may repeat."""
+        np.add.at(self.references, virtual, 1)
+        self.extra_references += len(virtual)
+
+    def drop(self, virtual: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """One holder fewer for each entry of ``virtual`` (ids may repeat). Frees the units that nobody holds any
+        more and returns their virtual ids, void from now on, and the physical ids where they were, int64."""
+        if self.extra_references:
+            ids, counts = np.unique(virtual, return_counts=True)
+            left = self.references[ids] - counts
+            self.references[ids] = left
+            self.extra_references -= len(virtual)
+            virtual = ids[left == 0]
+            self.extra_references += len(virtual)
+        return virtual, self._free(virtual) if len(virtual) else virtual
+
+    def freed_by(self, virtual: NDArray[np.integer]) -> int:
+        """How many units ``drop(virtual)`` would free."""
+        if not self.extra_references:
+            return len(virtual)
+        ids, counts = np.unique(virtual, return_counts=True)
+        return int(np.count_nonzero(self.references[ids] == counts))
+
+    def _free(self, virtual: Int64Array) -> Int64Array:
+        physical = self.physical[virtual].astype(np.int64)
+        self.virtual_of[physical] = 0
+        self.physical[virtual] = 0
+        self.references[virtual] = 0
+        self.generation[virtual] = self.generation[virtual] + 1 & GENERATION_MASK
+        self.live -= len(virtual)
+        self.free.give((physical - self.origin) * self.step)
+        self._unbound.frombytes(virtual[::-1].astype(np.int32).tobytes())
+        self.dirty.add(virtual)
+        return physical
+
+    # -- handles ---------------------------------------------------------------------------------------------------
+
+    def handles(self, virtual: NDArray[np.integer]) -> Int64Array:
+        """Handles, int64, of bound virtual ids; 0 stays 0."""
+        generation = self.generation[virtual].astype(np.int64)
+        return np.where(virtual == 0, 0, self._base | generation << 32 | virtual)
+
+    def resolve(self, handles: Int64Array) -> Int64Array:
+        """Virtual ids, int64, of live handles. Raises StaleHandle for the first that is not live."""
+        virtual = handles & ID_MASK
+        inside = (virtual > 0) & (virtual <= self.capacity)
+        known = np.where(inside, virtual, 0)
+        good = inside & (handles >> 32 == (self._base >> 32 | self.generation[known])) & (self.references[known] > 0)
+        if not good.all():
+            raise StaleHandle(self._explain(int(handles[np.argmin(good)])))
+        return virtual
+
+    def _explain(self, handle: int) -> str:
+        virtual = handle & ID_MASK
+        if handle >> KIND_SHIFT != self._handle_kind or not 0 < virtual <= self.capacity:
+            return f"{describe_handle(handle)} is foreign: expected a {self.kind} of this allocator"
+        generation, now = handle >> 32 & GENERATION_MASK, int(self.generation[virtual])
+        if generation > now or (generation == now and not self.references[virtual]):
+            return f"{describe_handle(handle)} is foreign: this allocator has not handed it out"
+        return f"{describe_handle(handle)} is stale: it was freed, {self.kind} {virtual} is at generation {now} now"
+
+    def handle_of(self, virtual: int) -> int:
+        """The handle of one bound virtual id."""
+        return make_handle(self._handle_kind, virtual, int(self.generation[virtual]))
+
+    # -- pins and tickets ------------------------------------------------------------------------------------------
+
+    def hold(self, ticket: int, virtual: Int64Array) -> None:
+        """The holders that ``virtual`` stands for give way to a ticket: reference counts stay as they are."""
+        if len(virtual):
+            self.tickets.setdefault(ticket, []).append(virtual)
+
+    def due(self, ticket: int) -> list[Int64Array]:
+        """What tickets up to ``ticket`` hold, oldest ticket first; they hold nothing afterwards."""
+        due = sorted(number for number in self.tickets if number <= ticket)
+        return [virtual for number in due for virtual in self.tickets.pop(number)]
+
+    def ticket_counts(self) -> tuple[Int64Array, Int64Array]:
+        """Virtual ids held by tickets, ascending, and how often each is."""
+        held = [virtual for arrays in self.tickets.values() for virtual in arrays]
+        if not held:
+            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+        ids, counts = np.unique(np.concatenate(held), return_counts=True)
+        return ids, counts
+
+    def awaiting(self) -> Int64Array:
+        """Virtual ids, ascending, of the units that nobody but tickets holds."""
+        ids, counts = self.ticket_counts()
+        return ids[self.references[ids] == counts]
+
+    def pinned_extent(self, pins: bool = True, tickets: bool = True) -> int:
+        """The smallest extent that keeps every pinned unit, and every unit that a ticket holds, where it is."""
+        virtual = list(self.pins) if pins else []
+        if tickets and self.tickets:
+            virtual += self.ticket_counts()[0].tolist()
+        return int(self.ranks_of(np.array(virtual, dtype=np.int64)).max()) + 1 if virtual else 0
+
+    # -- extent ----------------------------------------------------------------------------------------------------
+
+    def grow(self, extent: int) -> None:
+        """The pool now owns ``extent`` units; the new ones are free."""
+        self.free.open(self.extent, extent)
+        self.extent = extent
+
+    def retract(self, extent: int, sources: Int64Array, destinations: Int64Array) -> None:
+        """Moves the live units of rank ``sources`` to the free ranks ``destinations``, then gives up every unit of
+        rank ``extent`` and beyond, all of which are free by then."""
+        self.free.close(extent, destinations)
+        self.extent = extent
+        self._rebind(sources, destinations)
+
+    def relocate(self, source: int, destination: int) -> None:
+        """Moves one live unit to a free rank inside the extent."""
+        self.free.return_reserve()
+        self.free.map[destination] = False
+        self.free.map[source] = True
+        self.free.hint = min(self.free.hint, source)
+        self._rebind(np.array([source]), np.array([destination]))
+
+    def _rebind(self, sources: Int64Array, destinations: Int64Array) -> None:
+        old, new = self.physical_of_ranks(sources), self.physical_of_ranks(destinations)
+        virtual = self.virtual_of[old]
+        self.virtual_of[old] = 0
+        self.virtual_of[new] = virtual
+        self.physical[virtual] = new
+        self.dirty.add(virtual)
+
+    # -- for the verifier and the digest ---------------------------------------------------------------------------
+
+    def unbound(self) -> NDArray[np.int32]:
+        """Virtual ids that are bound to nothing, in the order in which they will be used, last first."""
+        return np.frombuffer(self._unbound.tobytes(), dtype=np.int32)

@@ -1,0 +1,239 @@
+"""Sequences as rows of preallocated arrays: lengths, block-table rows, state slots, pending tokens.
+
+A sequence keeps its row for life. Nothing here knows where a page lies; the ids in the tables are virtual.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from avmp.dirty_entries import DirtyEntries
+from avmp.errors import InvalidArgument, StaleHandle
+from avmp.handles import (
+    GENERATION_MASK,
+    ID_MASK,
+    KIND_SHIFT,
+    SEQUENCE,
+    Handles,
+    Int64Array,
+    as_handles,
+    describe_handle,
+)
+
+Rows: TypeAlias = "slice | Int64Array"
+"""Rows of the tables: a slice where they are consecutive (numpy then makes views), else int64 ids."""
+
+CURSOR, LENGTH, BEGIN, MARK = range(4)
+"""Rows of ``SequenceTable.state``, see there."""
+
+NO_WINDOW = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A position to go back to: one slot of its own, and references to the pages that it reads.
+
+    ``pages`` are virtual ids, int64, one per block-table column, 0 where ``release_front`` had taken a column away.
+    ``lineage`` holds the snapshots that lay before this one on its sequence's history, oldest first: each of them is
+    a prefix of this one.
+    """
+
+    position: int
+    slot: int
+    pages: Int64Array
+    front: int
+    window: int
+    lineage: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Swapped:
+    """A sequence whose bytes are in host memory: how many pages and slots to bring back, and its row's integers."""
+
+    length: int
+    columns: int
+    front: int
+    window: int
+    has_slot: bool
+    history: tuple[int, ...]
+
+
+class SequenceTable:
+    """All rows. ``state`` is int64 ``[4, max_rows]``, so that one addition advances what grows by one per token:
+
+    * ``CURSOR``: virtual token slot of the last token, ``page * page_tokens + offset``; the next token needs a new
+      page exactly if ``(cursor + 1) % page_tokens == 0`` (-1 for an empty sequence);
+    * ``LENGTH``: tokens that have room, those of the coming step included;
+    * ``BEGIN``, ``MARK``: the pending tokens. ``MARK`` is the length at the last ``batch``. As long as it differs
+      from the length, the tokens from ``MARK`` on are pending; once they are equal, those from ``BEGIN`` on are.
+
+    ``block_table`` is int32 ``[max_rows, row_width]``; row r holds ``columns[r] == ceil(length / page_tokens)``
+    pages, the first ``front[r]`` of them given up (0). ``slot`` is 0 where there are no state layers.
+    """
+
+    def __init__(self, max_rows: int, row_width: int, page_tokens: int, max_tokens: int) -> None:
+        self.max_rows, self.row_width, self.page_tokens = max_rows, row_width, page_tokens
+        self.max_tokens = max_tokens
+        self.state: Int64Array = np.zeros((4, max_rows), dtype=np.int64)
+        self.cursor, self.length, self.begin, self.mark = self.state
+        self.block_table: NDArray[np.int32] = np.zeros((max_rows, row_width), dtype=np.int32)
+        self.columns: NDArray[np.int32] = np.zeros(max_rows, dtype=np.int32)
+        self.front: NDArray[np.int32] = np.zeros(max_rows, dtype=np.int32)
+        self.slot: NDArray[np.int32] = np.zeros(max_rows, dtype=np.int32)
+        self.window: Int64Array = np.full(max_rows, NO_WINDOW, dtype=np.int64)
+        self.tail_shared: NDArray[np.bool_] = np.zeros(max_rows, dtype=np.bool_)
+        self.flagged = 0
+        self.handle: Int64Array = np.zeros(max_rows, dtype=np.int64)
+        self.generation: NDArray[np.int32] = np.zeros(max_rows, dtype=np.int32)
+        self.history: list[tuple[int, ...]] = [()] * max_rows
+        self.dirty = DirtyEntries(max_rows * row_width)
+        self._free = list(range(max_rows))
+        self._known: dict[bytes, Rows] = {}
+
+    @property
+    def free_rows(self) -> int:
+        """Rows that no sequence has."""
+        return len(self._free)
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of host memory beside the block table."""
+        arrays = (self.state, self.columns, self.front, self.slot, self.window, self.tail_shared, self.handle)
+        return sum(a.nbytes for a in arrays) + self.generation.nbytes
+
+    # -- handles to rows -------------------------------------------------------------------------------------------
+
+    def rows(self, sequences: Handles) -> Rows:
+        """Rows of distinct live sequences, in the given order.
+
+        Raises StaleHandle for a handle that is not a live sequence, InvalidArgument where one comes twice. The
+        answer for the last few batches is kept until a row is released: a decoding engine asks for the same ones.
+        """
+        handles = sequences if isinstance(sequences, np.ndarray) else as_handles(sequences)
+        key = handles.tobytes()
+        known = self._known.get(key)
+        if known is None or handles.dtype != np.int64:
+            known = self._look_up(as_handles(handles))
+            if len(self._known) >= 8:
+                self._known.clear()
+            self._known[key] = known
+        return known
+
+    def _look_up(self, handles: Int64Array) -> Rows:
+        rows = handles & ID_MASK
+        inside = (handles > 0) & (rows < self.max_rows)
+        good = inside & (self.handle[np.where(inside, rows, 0)] == handles)
+        if not good.all():
+            raise StaleHandle(self._explain(int(handles[np.argmin(good)])))
+        if len(np.unique(rows)) != len(rows):
+            raise InvalidArgument("a sequence is named twice in one call; expected distinct sequences")
+        if len(rows) and (np.diff(rows) == 1).all():
+            return slice(int(rows[0]), int(rows[-1]) + 1)
+        return rows
+
+    def row(self, sequence: int | np.integer) -> int:
+        """The row of one live sequence; raises as ``rows`` does."""
+        handle = int(sequence)
+        row = handle & ID_MASK
+        if handle <= 0 or row >= self.max_rows or self.handle[row] != handle:
+            raise StaleHandle(self._explain(handle))
+        return row
+
+    def _explain(self, handle: int) -> str:
+        what, row = describe_handle(handle), handle & ID_MASK
+        if handle <= 0 or handle >> KIND_SHIFT != SEQUENCE or row >= self.max_rows:
+            return f"{what} is foreign: expected a sequence of this allocator"
+        if handle >> 32 & GENERATION_MASK >= self.generation[row] and not self.handle[row]:
+            return f"{what} is foreign: this allocator has not handed it out"
+        return f"{what} is stale: it was released or swapped out"
+
+    def count(self, rows: Rows) -> int:
+        """How many rows these are."""
+        return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+
+    def ids(self, rows: Rows) -> Int64Array:
+        """The same rows as int64 ids."""
+        return np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+
+    # -- rows coming and going -------------------------------------------------------------------------------------
+
+    def occupy(self, count: int) -> Int64Array:
+        """Takes the ``count`` lowest free rows, int64, and gives each a new handle. There are enough."""
+        rows = np.array([heapq.heappop(self._free) for _ in range(count)], dtype=np.int64)
+        self.handle[rows] = SEQUENCE << KIND_SHIFT | self.generation[rows].astype(np.int64) << 32 | rows
+        return rows
+
+    def vacate(self, row: int) -> None:
+        """The row's sequence is gone: its handle is stale and its table entries are 0. Its units are the caller's
+        business."""
+        self.cut(row, 0)
+        self.reset(row)
+        self.slot[row] = 0
+        self.handle[row] = 0
+        self.generation[row] = self.generation[row] + 1 & GENERATION_MASK
+        heapq.heappush(self._free, row)
+        self._known.clear()
+
+    def reset(self, row: int) -> None:
+        """An empty sequence in this row: no tokens, no columns, no history. The slot stays."""
+        self.state[:, row] = -1, 0, 0, 0
+        self.columns[row] = self.front[row] = 0
+        self.window[row] = NO_WINDOW
+        self.history[row] = ()
+        self.flag(row, False)
+
+    def live_rows(self) -> Int64Array:
+        """Rows in use, int64, ascending."""
+        return np.flatnonzero(self.handle)
+
+    # -- one row's pages -------------------------------------------------------------------------------------------
+
+    def flag(self, row: int, shared: bool) -> None:
+        """Whether this row may append into a tail page that others hold too: its next extend then looks."""
+        self.flagged += int(shared) - int(self.tail_shared[row])
+        self.tail_shared[row] = shared
+
+    def pages(self, row: int) -> Int64Array:
+        """Virtual ids of the row's columns, int64, 0 where a column was given up."""
+        return self.block_table[row, : self.columns[row]].astype(np.int64)
+
+    def set_pages(self, row: int, pages: NDArray[np.integer], front: int = 0) -> None:
+        """The row's columns are ``pages`` from now on; entries behind them must be 0 already."""
+        count = len(pages)
+        self.block_table[row, :count] = pages
+        self.columns[row], self.front[row] = count, front
+        self.dirty.add(np.arange(row * self.row_width, row * self.row_width + count))
+
+    def cut(self, row: int, columns: int) -> Int64Array:
+        """Takes away all columns from ``columns`` on; returns the virtual ids that were there, 0 left out."""
+        last = int(self.columns[row])
+        pages = self.block_table[row, columns:last].astype(np.int64)
+        self.block_table[row, columns:last] = 0
+        self.columns[row] = min(columns, last)
+        self.dirty.add(np.arange(row * self.row_width + columns, row * self.row_width + last))
+        return pages[pages > 0]
+
+    def set_length(self, row: int, length: int) -> None:
+        """Length, with nothing pending; the columns already fit it."""
+        self.state[:, row] = self.cursor_at(row, length), length, length, length
+
+    def cursor_at(self, row: int, length: int) -> int:
+        """Virtual token slot of token ``length - 1`` of this row, -1 for length 0."""
+        if length == 0 or self.row_width == 0:
+            return -1
+        column, offset = divmod(length - 1, self.page_tokens)
+        return int(self.block_table[row, column]) * self.page_tokens + offset
+
+    def set_cursors(self, rows: Int64Array) -> None:
+        """Recomputes the cursor of each row from its length and columns."""
+        if self.row_width == 0:
+            return
+        last = self.length[rows] - 1
+        column = np.maximum(last // self.page_tokens, 0)
+        cursor = self.block_table[rows, column].astype(np.int64) * self.page_tokens + last % self.page_tokens
+        self.cursor[rows] = np.where(last < 0, -1, cursor)

@@ -1,0 +1,177 @@
+"""The verifier and the digest. Both read the raw arrays: no counter is trusted, each is recomputed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from avmp.errors import Inconsistent
+from avmp.handles import Int64Array
+from avmp.ledger import Ledger
+from avmp.page_pool import Pool
+
+
+def check(ledger: Ledger) -> None:
+    """Raises Inconsistent with numbers unless all of this holds:
+
+    * no two live byte ranges of a lane overlap, of either pool, and none reaches into the null area;
+    * free, live, awaiting and null physical ids are disjoint and are together the whole extent of each pool;
+    * virtual to physical and back is the identity for every held unit, and 0 for everything else;
+    * the reference count of every unit equals its holders: rows, snapshots, handles, pins, tickets;
+    * the extents respect the layout's inequality and the floors; counters equal what they count;
+    * rows: columns, cursors, flags and free rows agree with lengths and handles.
+    """
+    for pool, holders in zip(ledger.space.pools, _holders(ledger), strict=True):
+        _check_pool(pool, holders)
+    _check_bytes(ledger)
+    _check_rows(ledger)
+
+
+def _require(condition: bool | np.bool_, message: str) -> None:
+    if not condition:
+        raise Inconsistent(message)
+
+
+def _holders(ledger: Ledger) -> tuple[Int64Array, Int64Array]:
+    """Virtual ids of pages and of slots, one entry for each reference that rows and snapshots hold."""
+    rows = ledger.table.live_rows()
+    pages = [ledger.table.block_table[row, : ledger.table.columns[row]] for row in rows.tolist()]
+    pages += [snapshot.pages for snapshot in ledger.snapshots.values()]
+    slots = [ledger.table.slot[rows], np.array([snapshot.slot for snapshot in ledger.snapshots.values()], np.int64)]
+    held = np.concatenate([np.empty(0, dtype=np.int64), *pages]), np.concatenate(slots).astype(np.int64)
+    return held[0][held[0] > 0], held[1][held[1] > 0]
+
+
+def _check_pool(pool: Pool, holders: Int64Array) -> None:
+    name = pool.kind
+    expected = np.bincount(holders, minlength=pool.capacity + 1) + pool.loose
+    for virtual, count in pool.pins.items():
+        _require(count > 0, f"{name} {virtual}: pinned {count} times")
+        expected[virtual] += count
+    awaiting = np.zeros(pool.capacity + 1, dtype=np.int64)
+    for arrays in pool.tickets.values():
+        for virtual in arrays:
+            np.add.at(awaiting, virtual, 1)
+    expected += awaiting
+    wrong = np.flatnonzero(expected != pool.references)
+    _require(
+        not len(wrong), f"{name} {wrong[:1]}: {expected[wrong[:1]]} holders, references say {pool.references[wrong[:1]]}"
+    )
+    bound = np.flatnonzero(pool.references)
+    physical = pool.physical[bound].astype(np.int64)
+    _require(not pool.physical[pool.references == 0].any(), f"a {name} without a holder is bound")
+    _require(len(np.unique(physical)) == len(physical), f"two {name}s lie at one place")
+    _require((pool.virtual_of[physical] == bound).all(), f"{name}s: virtual to physical and back differ")
+    _require(np.count_nonzero(pool.virtual_of) == len(bound), f"{name}s: a physical id without a unit has an owner")
+    _check_partition(pool, pool.ranks_of(bound))
+    _require(pool.live == len(bound), f"{name}s: live {pool.live}, counted {len(bound)}")
+    extra = int(pool.references.sum()) - len(bound)
+    _require(pool.extra_references == extra, f"{name}s: extra references {pool.extra_references}, counted {extra}")
+    everything = np.concatenate([pool.unbound().astype(np.int64), bound])
+    _require(
+        (np.sort(everything) == np.arange(1, pool.capacity + 1)).all(), f"{name}s: virtual ids are lost or in two places"
+    )
+    only_tickets = np.flatnonzero((awaiting > 0) & (awaiting == pool.references))
+    _require((pool.awaiting() == only_tickets).all(), f"{name}s: awaiting differs from what only tickets hold")
+
+
+def _check_partition(pool: Pool, live: Int64Array) -> None:
+    """Each rank of the extent is free or live, none is both, none lies outside."""
+    name = pool.kind
+    seen = np.zeros(pool.capacity, dtype=np.int64)
+    _require(len(live) == 0 or (live.min() >= 0 and live.max() < pool.extent), f"a live {name} lies outside the extent")
+    np.add.at(seen, live, 1)
+    np.add.at(seen, np.array(pool.free.reserve, dtype=np.int64), 1)
+    seen += pool.free.map
+    _require((seen[: pool.extent] == 1).all(), f"{name}s: ranks {np.flatnonzero(seen[: pool.extent] != 1)[:4]} are not free or live")
+    _require(not seen[pool.extent :].any(), f"a {name} beyond the extent is free or live")
+    free = int(np.count_nonzero(pool.free.map)) + len(pool.free.reserve)
+    _require(pool.free.count == free, f"{name}s: free {pool.free.count}, counted {free}")
+    _require(not pool.free.map[: pool.free.hint].any(), f"{name}s: a free rank lies below the hint")
+    _require(pool.floor <= pool.extent <= pool.capacity, f"{name}s: extent {pool.extent} outside {pool.floor} to {pool.capacity}")
+
+
+def _check_bytes(ledger: Ledger) -> None:
+    """Byte ranges in a lane, from the raw physical ids of both pools."""
+    space = ledger.space
+    layout = space.layout
+    _require(layout.fits(space.pages.extent, space.slots.extent), "the extents of the pools overlap")
+    begins, ends = [], []
+    for pool in space.pools:
+        physical = np.sort(pool.physical[pool.references > 0].astype(np.int64))
+        begins.append(physical * pool.unit_bytes)
+        ends.append((physical + 1) * pool.unit_bytes)
+    begin, end = np.concatenate(begins), np.concatenate(ends)
+    order = np.argsort(begin, kind="stable")
+    begin, end = begin[order], end[order]
+    _require((begin[1:] >= end[:-1]).all(), "two live units overlap in bytes")
+    null = layout.null_bytes // layout.lane_count
+    _require(len(begin) == 0 or (begin[0] >= null and end.max() <= layout.lane_bytes), "a unit lies in the null area or past the lane")
+
+
+def _check_rows(ledger: Ledger) -> None:
+    table = ledger.table
+    rows = table.live_rows()
+    live = np.zeros(table.max_rows, dtype=bool)
+    live[rows] = True
+    _require(sorted(table._free) == np.flatnonzero(~live).tolist(), "free rows differ from rows without a handle")
+    lengths = table.length
+    _require((table.columns[rows] == ledger.columns_for(lengths[rows])).all(), "columns differ from ceil(length / page_tokens)")
+    _require((lengths[rows] <= table.max_tokens).all(), "a sequence is longer than its row")
+    columns = np.arange(table.row_width)
+    inside = (columns >= table.front[:, None]) & (columns < table.columns[:, None])
+    _require(((table.block_table > 0) == inside).all(), "a block-table row has pages outside its columns, or none inside")
+    for row in rows.tolist():
+        _require(table.cursor[row] == table.cursor_at(row, int(lengths[row])), f"row {row}: cursor differs from its last token")
+    _require(not (table.state[1:, ~live].any() or table.slot[~live].any()), "a row without a sequence holds something")
+    _require((table.slot[rows] > 0).all() if ledger.has_slots else not table.slot.any(), "sequences and slots differ")
+    _require(table.flagged == np.count_nonzero(table.tail_shared), f"flagged {table.flagged}, counted otherwise")
+    tail = lengths % table.page_tokens > 0
+    _require(not (table.tail_shared & ~(tail & live)).any(), "a row without a partly filled tail is flagged")
+    writers = Counter(
+        int(table.block_table[row, table.columns[row] - 1])
+        for row in rows[tail[rows] & ~table.tail_shared[rows]].tolist()
+        if table.row_width
+    )
+    _require(all(count == 1 for count in writers.values()), "two sequences may append into one page")
+
+
+# -- digest --------------------------------------------------------------------------------------------------------
+
+
+def digest(ledger: Ledger) -> str:
+    """32 hexadecimal digits over all tables that decide what happens next."""
+    state = hashlib.blake2b(digest_size=16)
+    for part in _parts(ledger):
+        array = np.ascontiguousarray(part)
+        state.update(f"{array.dtype.str}{array.shape}".encode())
+        state.update(array.tobytes())
+    return state.hexdigest()
+
+
+def _parts(ledger: Ledger) -> Iterable[NDArray[np.generic]]:
+    for pool in ledger.space.pools:
+        yield np.array([pool.extent, pool.floor, pool.live, pool.extra_references, pool.free.count])
+        yield from (pool.physical, pool.virtual_of, pool.references, pool.loose, pool.generation, pool.unbound())
+        yield pool.free.map
+        yield np.array(pool.free.reserve, dtype=np.int64)
+        yield np.array(sorted(pool.pins.items()), dtype=np.int64)
+        for ticket in sorted(pool.tickets):
+            yield np.concatenate([[ticket], *pool.tickets[ticket]])
+    table = ledger.table
+    yield from (table.state, table.block_table, table.columns, table.front, table.slot, table.window)
+    yield from (table.tail_shared, table.handle, table.generation, np.array(sorted(table._free), dtype=np.int64))
+    for row in table.live_rows().tolist():
+        yield np.array([h for h in table.history[row] if h in ledger.snapshots], dtype=np.int64)
+    for handle, snapshot in sorted(ledger.snapshots.items()):
+        yield np.array([handle, snapshot.position, snapshot.slot, snapshot.front, snapshot.window])
+        yield snapshot.pages
+        yield np.array([h for h in snapshot.lineage if h in ledger.snapshots], dtype=np.int64)
+    for handle, swapped in sorted(ledger.swapped.items()):
+        yield np.array([handle, swapped.length, swapped.columns, swapped.front, swapped.window, swapped.has_slot])
+        yield np.array([h for h in swapped.history if h in ledger.snapshots], dtype=np.int64)
+    yield np.array([ledger.issued], dtype=np.int64)

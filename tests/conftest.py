@@ -1,0 +1,28 @@
+"""What tests of every kind share: how hypothesis runs, and where the repository and the recorded traces are."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# A failure prints a blob that reproduces it anywhere. Under CI the examples are the same on every run, so that a
+# change is judged by what it changes; elsewhere they are new each time, which is how new faults are found.
+settings.register_profile("default", deadline=None, print_blob=True)
+settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The root of the checkout that the tests belong to."""
+    return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def recorded_traces() -> Path:
+    """The folder of recorded traces that AVMP_TRACES names; tests that need it are skipped without."""
+    folder = os.environ.get("AVMP_TRACES")
+    if not folder:
+        pytest.skip("needs recorded traces: set AVMP_TRACES to a folder that holds them")
+    return Path(folder)
