@@ -79,9 +79,8 @@ class AddressSpace:
 
     def __init__(self, layout: Layout, options: Options, disturbance: Disturbance | None = None) -> None:
         self.layout, self.options, self.disturbance = layout, options, disturbance
-        self.pages = Pool("page", layout.page_count, layout.first_page, layout.page_bytes)
-        self.slots = Pool("slot", layout.slot_count, layout.first_slot, layout.slot_bytes)
-        self.unit_bytes: dict[Kind, int] = {"page": layout.page_total_bytes, "slot": layout.slot_total_bytes}
+        self.pages = Pool("page", layout.page_count, layout.first_page, layout.page_bytes, layout.lane_count)
+        self.slots = Pool("slot", layout.slot_count, layout.first_slot, layout.slot_bytes, layout.lane_count)
         self.effects = EffectList()
         self.counters = Counters()
         self.events: list[Event] | None = [] if options.events else None
@@ -112,7 +111,7 @@ class AddressSpace:
     @property
     def used_bytes(self) -> int:
         """Bytes of all lanes in held units."""
-        return self.pages.live * self.unit_bytes["page"] + self.slots.live * self.unit_bytes["slot"]
+        return self.pages.live * self.pages.total_bytes + self.slots.live * self.slots.total_bytes
 
     # -- planning --------------------------------------------------------------------------------------------------
 
@@ -151,9 +150,9 @@ class AddressSpace:
             reason=self._reason(pages, slots),
             wanted_pages=pages,
             wanted_slots=slots,
-            wanted_bytes=max(pages, 0) * self.unit_bytes["page"] + max(slots, 0) * self.unit_bytes["slot"],
+            wanted_bytes=max(pages, 0) * self.pages.total_bytes + max(slots, 0) * self.slots.total_bytes,
             missing_units=missing,
-            missing_bytes=missing * self.unit_bytes[short_of],
+            missing_bytes=missing * (self.pages if short_of == "page" else self.slots).total_bytes,
             gap_bytes=self.gap_bytes,
             free_pages=self.pages.free.count,
             free_slots=self.slots.free.count,
@@ -162,11 +161,11 @@ class AddressSpace:
             pinned_pages=len(self.pages.pins),
             pinned_slots=len(self.slots.pins),
             held_by_pins_bytes=sum(
-                max(pool.pinned_extent() - max(pool.live + new, pool.floor), 0) * self.unit_bytes[pool.kind]
+                max(pool.pinned_extent() - max(pool.live + new, pool.floor), 0) * pool.total_bytes
                 for pool, new in self._needs(pages, slots)
             ),
             held_by_floors_bytes=sum(
-                max(pool.floor - max(pool.live + new, 0), 0) * self.unit_bytes[pool.kind]
+                max(pool.floor - max(pool.live + new, 0), 0) * pool.total_bytes
                 for pool, new in self._needs(pages, slots)
             ),
         )
@@ -196,48 +195,43 @@ class AddressSpace:
             return
         outcome = "gap"
         if not self.layout.fits(page_target, slot_target):
+            # Only one pool is short: had both no free units left, the targets would be what `require` found to fit.
             if page_target > self.pages.extent:
-                extent = self.layout.max_slots(page_target)
-                moved = self._retract(self.slots, extent, self.slots.live + slots)
+                moved = self._retract(self.slots, self.layout.max_slots(page_target), self.slots.live + slots)
+                slot_target = self.slots.extent
             else:
-                extent = self.layout.max_pages(slot_target)
-                moved = self._retract(self.pages, extent, self.pages.live + pages)
+                moved = self._retract(self.pages, self.layout.max_pages(slot_target), self.pages.live + pages)
+                page_target = self.pages.extent
             outcome = "relocated" if moved else "retracted"
         self.counters.attempts[outcome] += 1
-        for pool, target in ((self.pages, page_target), (self.slots, slot_target)):
-            if target > pool.extent:
-                pool.grow(target)
+        self.pages.grow(page_target)
+        self.slots.grow(slot_target)
 
     def _retract(self, donor: Pool, extent: int, needed: int) -> int:
         """The donor gives up what lies beyond ``extent``; returns how many live units had to move."""
         least = max(donor.floor, donor.pinned_extent(), needed)
         spare = int(donor.extent * self.options.hysteresis)
         plan = plan_relocation(donor.free.mask(donor.extent), extent, least, spare)
-        moved = len(plan.sources)
+        virtual = donor.virtual_at(plan.sources)
         self.counters.units_given_up += donor.extent - plan.extent
-        self._record_move(donor, plan.sources, plan.destinations)
-        donor.retract(plan.extent, plan.sources, plan.destinations)
-        self._note_moved(donor, plan.destinations)
-        return moved
+        self._note_move(donor, virtual, plan.destinations)
+        donor.retract(plan.extent, virtual, plan.destinations)
+        return len(virtual)
 
-    def relocate(self, pool: Pool, source: int, destination: int) -> None:
-        """Moves one live unit of rank ``source`` to the free rank ``destination``: for policies."""
-        ranks = np.array([source]), np.array([destination])
-        self._record_move(pool, *ranks)
-        pool.relocate(source, destination)
-        self._note_moved(pool, ranks[1])
+    def relocate(self, pool: Pool, virtual: int, destination: int) -> None:
+        """Moves one live unit to the free rank ``destination``: for policies."""
+        self._note_move(pool, np.array([virtual], dtype=np.int64), np.array([destination], dtype=np.int64))
+        pool.relocate(virtual, destination)
 
-    def _record_move(self, pool: Pool, sources: Int64Array, destinations: Int64Array) -> None:
-        self.counters.units_moved += len(sources)
-        self.counters.bytes_moved += len(sources) * self.unit_bytes[pool.kind]
+    def _note_move(self, pool: Pool, virtual: Int64Array, destinations: Int64Array) -> None:
+        """Counter, effect and event of a move that is about to be made."""
+        self.counters.units_moved += len(virtual)
+        self.counters.bytes_moved += len(virtual) * pool.total_bytes
+        physical = pool.physical_of_ranks(destinations)
         if self.options.record_effects:
-            physical = pool.physical_of_ranks(sources), pool.physical_of_ranks(destinations)
-            self.effects.add("move", pool.kind, *physical)
-
-    def _note_moved(self, pool: Pool, destinations: Int64Array) -> None:
-        if self.events is not None and len(destinations):
-            physical = pool.physical_of_ranks(destinations)
-            self.events.append(Event("moved", pool.kind, pool.virtual_of[physical].astype(np.int64), physical))
+            self.effects.add("move", pool.kind, pool.physical[virtual].astype(np.int64), physical)
+        if self.events is not None and len(virtual):
+            self.events.append(Event("moved", pool.kind, virtual, physical))
 
     def bind(self, pool: Pool, count: int, fresh: bool = True) -> Int64Array:
         """Hands out ``count`` units with one holder each: virtual ids, int64. Units that a copy is about to fill
@@ -247,8 +241,14 @@ class AddressSpace:
             self.events.append(Event("allocated", pool.kind, virtual, pool.physical[virtual].astype(np.int64)))
         if fresh and self.zeroed[pool.kind]:
             self.zero(pool, virtual)
-        self.counters.peak_used_bytes = max(self.counters.peak_used_bytes, self.used_bytes)
+        self.note_use()
         return virtual
+
+    def note_use(self) -> None:
+        """Keeps the peak of the bytes in use."""
+        used = self.pages.live * self.pages.total_bytes + self.slots.live * self.slots.total_bytes
+        if used > self.counters.peak_used_bytes:
+            self.counters.peak_used_bytes = used
 
     def zero(self, pool: Pool, virtual: NDArray[np.integer]) -> None:
         """Effect: the units become zero."""

@@ -229,7 +229,9 @@ class Allocator:
         if n is None and self._plain_takes.get(kind):  # type: ignore[call-overload]
             pool = self._space.pages if kind == "page" else self._space.slots
             if pool.free.count and not self._committing:
-                return pool.take_loose()
+                handle = pool.take_loose()
+                self._space.note_use()
+                return handle
         handles: Int64Array = self._run("take", kind, 1 if n is None else n)
         return int(handles[0]) if n is None else handles
 
@@ -237,8 +239,7 @@ class Allocator:
         """Gives back what ``take`` or ``retain`` holds; units that nobody else holds become free."""
         if type(handles) is int:
             pool = self._space.pages if handles >> KIND_SHIFT == PAGE else self._space.slots
-            if self._plain_takes[pool.kind] and not self._committing and pool.is_sole(handles):
-                pool.give_loose(handles)
+            if self._plain_takes[pool.kind] and not self._committing and pool.give_loose(handles):
                 return
         self._run("give", handles)
 

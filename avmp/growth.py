@@ -155,7 +155,10 @@ def grow_rows(ledger: Ledger, rows: Int64Array, added: Int64Array) -> None:
     table, space = ledger.table, ledger.space
     if table.flagged:
         _copy_tails(ledger, rows, added)
-    lengths = table.length[rows] + added
+    before = table.length[rows]
+    # Rows whose last step was taken up by `batch` start a new one, also where it brings them no token.
+    table.begin[rows] = np.where(table.mark[rows] == before, before, table.begin[rows])
+    lengths = before + added
     if ledger.has_pages:
         columns = ledger.columns_for(lengths)
         missing = columns - table.columns[rows]

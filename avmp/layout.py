@@ -162,7 +162,7 @@ class Layout:
         """The most pages that an empty arena holds beside ``slots`` slots; 0 also where the slots do not fit."""
         if not self.has_pages or not self.fits(slots=slots):
             return 0
-        state_end = self.first_slot * self.slot_bytes + slots * self.slot_bytes
+        state_end = (self.first_slot + slots) * self.slot_bytes
         return self.page_count - (ceil_div(state_end, self.page_bytes) if self.has_slots else self.first_page)
 
     def max_slots(self, pages: int = 0) -> int:

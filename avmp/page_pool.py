@@ -1,4 +1,4 @@
-"""One pool of equal units (pages, or state slots): who they belong to, where they lie, which are free.
+"""One pool of equal units (pages, or state slots): who holds them, where they lie, which are free.
 
 A unit has a **virtual id**, which never changes while it is held, and a **physical id**, which a migration may
 change. Everything outside this file and the effects speaks of virtual ids.
@@ -6,7 +6,6 @@ change. Everything outside this file and the effects speaks of virtual ids.
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from typing import Literal, TypeAlias
 
@@ -30,8 +29,7 @@ from avmp.handles import (
 Kind: TypeAlias = Literal["page", "slot"]
 Int32Array: TypeAlias = NDArray[np.int32]
 
-FREE, LIVE, AWAITING, NULL, OUTSIDE = range(5)
-"""States of a physical id, as ``Pool.states`` returns them."""
+NOTHING: Int64Array = np.empty(0, dtype=np.int64)
 
 
 class Pool:
@@ -41,14 +39,18 @@ class Pool:
     the ``extent`` units nearest its own end. A unit of rank r (0 is nearest that end) has the physical id
     ``origin + step * r``.
 
-    Invariants: ``free.count + live == extent``, where live counts every held unit, those that only a ticket holds
-    included; ``physical[virtual_of[p]] == p`` for each held p; ``references[v]`` is the number of holders of v, 0 if
-    v is not bound; ``extra_references == sum(references) - live``. Virtual id 0 is bound to physical 0 for ever.
+    Invariants: ``free.count + live == extent``, where live counts every held unit, those that only tickets hold
+    included; the physical ids of held units are distinct; ``references[v]`` is the number of holders of v, 0 if v is
+    not bound, and ``physical[v]`` is 0 then; ``extra_references == sum(references) - live``;
+    ``unbound[:spare]`` are the virtual ids that are not bound. Virtual id 0 is physical 0 for ever.
+
+    There is no table from physical to virtual: only a migration asks, and finds the owners of a band by one pass
+    over ``physical`` (``virtual_at``), which costs less than keeping such a table up to date.
     """
 
-    def __init__(self, kind: Kind, unit_count: int, first: int, unit_bytes: int) -> None:
+    def __init__(self, kind: Kind, unit_count: int, first: int, unit_bytes: int, lane_count: int) -> None:
         self.kind: Kind = kind
-        self.unit_bytes = unit_bytes
+        self.unit_bytes, self.total_bytes = unit_bytes, unit_bytes * lane_count
         self.unit_count = unit_count
         self.first = first
         self.capacity = max(unit_count - first, 0)
@@ -62,21 +64,21 @@ class Pool:
         self.references: Int32Array = np.zeros(self.capacity + 1, dtype=np.int32)
         self.loose: Int32Array = np.zeros(self.capacity + 1, dtype=np.int32)
         self.generation: Int32Array = np.zeros(self.capacity + 1, dtype=np.int32)
-        self.virtual_of: Int32Array = np.zeros(max(unit_count, 1), dtype=np.int32)
+        self.unbound: Int32Array = np.arange(self.capacity, 0, -1, dtype=np.int32)
+        self.spare = self.capacity
         self.pins: Counter[int] = Counter()
         self.tickets: dict[int, list[Int64Array]] = {}
         self.dirty = DirtyEntries(self.capacity + 1)
-        self._unbound = array("i", range(self.capacity, 0, -1))
         self._handle_kind = PAGE if kind == "page" else SLOT
         self._base = self._handle_kind << KIND_SHIFT
         # Scalar access through a memoryview costs a third of what it costs through numpy.
         self._physical, self._references = memoryview(self.physical), memoryview(self.references)
         self._loose, self._generation = memoryview(self.loose), memoryview(self.generation)
-        self._virtual_of = memoryview(self.virtual_of)
+        self._unbound = memoryview(self.unbound)
 
     # -- ranks and bytes -------------------------------------------------------------------------------------------
 
-    def ranks_of(self, virtual: NDArray[np.integer]) -> Int64Array:
+    def ranks_of(self, virtual: Int64Array) -> Int64Array:
         """Ranks, int64, of held units."""
         return (self.physical[virtual].astype(np.int64) - self.origin) * self.step
 
@@ -84,64 +86,80 @@ class Pool:
         """Physical ids, int64, of ranks."""
         return self.origin + self.step * ranks
 
+    def virtual_at(self, ranks: Int64Array) -> Int64Array:
+        """Virtual ids, int64, of the live units of these ranks, which ascend. One pass over the page table."""
+        if not len(ranks):
+            return NOTHING
+        ends = self.origin + self.step * int(ranks[0]), self.origin + self.step * int(ranks[-1])
+        inside = (self.physical >= min(ends)) & (self.physical <= max(ends)) & (self.references > 0)
+        virtual = np.flatnonzero(inside)
+        at = self.ranks_of(virtual)
+        order = np.argsort(at)
+        return virtual[order[np.searchsorted(at[order], ranks)]]
+
     @property
     def table_bytes(self) -> int:
         """Bytes of host memory that this pool's arrays take."""
-        arrays = (self.physical, self.references, self.loose, self.generation, self.virtual_of, self.free.map)
-        return sum(a.nbytes for a in arrays) + (self.capacity + 1) * self._unbound.itemsize
+        arrays = (self.physical, self.references, self.loose, self.generation, self.unbound, self.free.map)
+        return sum(a.nbytes for a in arrays) + self.free.reserve.nbytes
 
     # -- taking and giving back ------------------------------------------------------------------------------------
 
     def take(self, count: int) -> Int64Array:
         """Binds ``count`` units with one holder each: virtual ids, int64 ``[count]``. The room is there."""
-        physical = self.physical_of_ranks(self.free.take(count))
-        keep = len(self._unbound) - count
-        virtual = np.array(self._unbound[keep:], dtype=np.int64)[::-1]
-        del self._unbound[keep:]
-        self.physical[virtual] = physical
-        self.virtual_of[physical] = virtual
+        ranks = self.free.take(count)
+        self.spare -= count
+        virtual = self.unbound[self.spare : self.spare + count].astype(np.int64)
+        self.physical[virtual] = self.origin - ranks if self.step < 0 else self.origin + ranks
         self.references[virtual] = 1
         self.live += count
         self.dirty.add(virtual)
         return virtual
 
-    def take_loose(self) -> int:
-        """Binds one unit held by the caller's handle alone; returns that handle."""
-        physical = self.origin + self.step * self.free.take_one()
-        virtual = self._unbound.pop()
-        self._physical[virtual] = physical
-        self._virtual_of[physical] = virtual
+    def take_one(self) -> int:
+        """Binds one unit with one holder: its virtual id. The room is there."""
+        self.spare -= 1
+        virtual = self._unbound[self.spare]
+        self._physical[virtual] = self.origin + self.step * self.free.take_one()
         self._references[virtual] = 1
-        self._loose[virtual] = 1
         self.live += 1
         self.dirty.add_one(virtual)
+        return virtual
+
+    def take_loose(self) -> int:
+        """Binds one unit held by the caller's handle alone; returns that handle."""
+        virtual = self.take_one()
+        self._loose[virtual] = 1
         return self._base | self._generation[virtual] << 32 | virtual
 
-    def give_loose(self, handle: int) -> None:
-        """Frees the unit of a handle that ``is_sole`` holder of it."""
+    def give_loose(self, handle: int) -> bool:
+        """Frees the unit of a handle that is live and its only holder. False, and nothing happens, if it is not."""
         virtual = handle & ID_MASK
+        if (
+            not 0 < virtual <= self.capacity
+            or handle >> 32 != self._base >> 32 | self._generation[virtual]
+            or self._loose[virtual] != 1
+            or self._references[virtual] != 1
+        ):
+            return False
+        self._loose[virtual] = 0
+        self.free_one(virtual)
+        return True
+
+    def free_one(self, virtual: int) -> int:
+        """Frees one unit whose only holder lets go; returns its physical id."""
         physical = self._physical[virtual]
-        self._virtual_of[physical] = 0
         self._physical[virtual] = 0
         self._references[virtual] = 0
-        self._loose[virtual] = 0
         self._generation[virtual] = self._generation[virtual] + 1 & GENERATION_MASK
         self.live -= 1
         self.free.give_one((physical - self.origin) * self.step)
-        self._unbound.append(virtual)
+        self._unbound[self.spare] = virtual
+        self.spare += 1
         self.dirty.add_one(virtual)
+        return physical
 
-    def is_sole(self, handle: int) -> bool:
-        """Whether the handle is live and the only holder of its unit, which is then not pinned either."""
-        virtual = handle & ID_MASK
-        return (
-            0 < virtual <= self.capacity
-            and handle >> 32 == self._base >> 32 | self._generation[virtual]
-            and self._loose[virtual] == 1
-            and self._references[virtual] == 1
-        )
-
-    def share(self, virtual: NDArray[np.integer]) -> None:
+    def share(self, virtual: Int64Array) -> None:
         """One more holder for each entry of ``virtual``; ids may repeat."""
         np.add.at(self.references, virtual, 1)
         self.extra_references += len(virtual)
@@ -150,15 +168,14 @@ class Pool:
         """One holder fewer for each entry of ``virtual`` (ids may repeat). Frees the units that nobody holds any
         more and returns their virtual ids, void from now on, and the physical ids where they were, int64."""
         if self.extra_references:
-            ids, counts = np.unique(virtual, return_counts=True)
-            left = self.references[ids] - counts
-            self.references[ids] = left
+            np.subtract.at(self.references, virtual, 1)
             self.extra_references -= len(virtual)
-            virtual = ids[left == 0]
+            unheld = virtual[self.references[virtual] == 0]
+            virtual = np.unique(unheld) if len(unheld) > 1 else unheld
             self.extra_references += len(virtual)
         return virtual, self._free(virtual) if len(virtual) else virtual
 
-    def freed_by(self, virtual: NDArray[np.integer]) -> int:
+    def freed_by(self, virtual: Int64Array) -> int:
         """How many units ``drop(virtual)`` would free."""
         if not self.extra_references:
             return len(virtual)
@@ -166,23 +183,27 @@ class Pool:
         return int(np.count_nonzero(self.references[ids] == counts))
 
     def _free(self, virtual: Int64Array) -> Int64Array:
-        physical = self.physical[virtual].astype(np.int64)
-        self.virtual_of[physical] = 0
+        physical = self.physical[virtual]
         self.physical[virtual] = 0
         self.references[virtual] = 0
         self.generation[virtual] = self.generation[virtual] + 1 & GENERATION_MASK
         self.live -= len(virtual)
-        self.free.give((physical - self.origin) * self.step)
-        self._unbound.frombytes(virtual[::-1].astype(np.int32).tobytes())
+        self.free.give(self.origin - physical if self.step < 0 else physical - self.origin)
+        self.unbound[self.spare : self.spare + len(virtual)] = virtual
+        self.spare += len(virtual)
         self.dirty.add(virtual)
-        return physical
+        return physical.astype(np.int64)
 
     # -- handles ---------------------------------------------------------------------------------------------------
 
-    def handles(self, virtual: NDArray[np.integer]) -> Int64Array:
+    def handles(self, virtual: Int64Array) -> Int64Array:
         """Handles, int64, of bound virtual ids; 0 stays 0."""
         generation = self.generation[virtual].astype(np.int64)
         return np.where(virtual == 0, 0, self._base | generation << 32 | virtual)
+
+    def handle_of(self, virtual: int) -> int:
+        """The handle of one bound virtual id."""
+        return make_handle(self._handle_kind, virtual, self._generation[virtual])
 
     def resolve(self, handles: Int64Array) -> Int64Array:
         """Virtual ids, int64, of live handles. Raises StaleHandle for the first that is not live."""
@@ -198,14 +219,10 @@ class Pool:
         virtual = handle & ID_MASK
         if handle >> KIND_SHIFT != self._handle_kind or not 0 < virtual <= self.capacity:
             return f"{describe_handle(handle)} is foreign: expected a {self.kind} of this allocator"
-        generation, now = handle >> 32 & GENERATION_MASK, int(self.generation[virtual])
-        if generation > now or (generation == now and not self.references[virtual]):
+        generation, now = handle >> 32 & GENERATION_MASK, self._generation[virtual]
+        if generation > now or (generation == now and not self._references[virtual]):
             return f"{describe_handle(handle)} is foreign: this allocator has not handed it out"
         return f"{describe_handle(handle)} is stale: it was freed, {self.kind} {virtual} is at generation {now} now"
-
-    def handle_of(self, virtual: int) -> int:
-        """The handle of one bound virtual id."""
-        return make_handle(self._handle_kind, virtual, int(self.generation[virtual]))
 
     # -- pins and tickets ------------------------------------------------------------------------------------------
 
@@ -223,7 +240,7 @@ class Pool:
         """Virtual ids held by tickets, ascending, and how often each is."""
         held = [virtual for arrays in self.tickets.values() for virtual in arrays]
         if not held:
-            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+            return NOTHING, NOTHING
         ids, counts = np.unique(np.concatenate(held), return_counts=True)
         return ids, counts
 
@@ -242,35 +259,24 @@ class Pool:
     # -- extent ----------------------------------------------------------------------------------------------------
 
     def grow(self, extent: int) -> None:
-        """The pool now owns ``extent`` units; the new ones are free."""
-        self.free.open(self.extent, extent)
-        self.extent = extent
+        """The pool owns at least ``extent`` units from now on; the new ones are free."""
+        if extent > self.extent:
+            self.free.open(self.extent, extent)
+            self.extent = extent
 
-    def retract(self, extent: int, sources: Int64Array, destinations: Int64Array) -> None:
-        """Moves the live units of rank ``sources`` to the free ranks ``destinations``, then gives up every unit of
-        rank ``extent`` and beyond, all of which are free by then."""
+    def retract(self, extent: int, virtual: Int64Array, destinations: Int64Array) -> None:
+        """The live units ``virtual`` move to the free ranks ``destinations``; then every unit of rank ``extent`` and
+        beyond is given up, all of which are free by then."""
         self.free.close(extent, destinations)
         self.extent = extent
-        self._rebind(sources, destinations)
+        self._rebind(virtual, destinations)
 
-    def relocate(self, source: int, destination: int) -> None:
+    def relocate(self, virtual: int, destination: int) -> None:
         """Moves one live unit to a free rank inside the extent."""
-        self.free.return_reserve()
-        self.free.map[destination] = False
-        self.free.map[source] = True
-        self.free.hint = min(self.free.hint, source)
-        self._rebind(np.array([source]), np.array([destination]))
+        which = np.array([virtual], dtype=np.int64)
+        self.free.swap(destination, int(self.ranks_of(which)[0]))
+        self._rebind(which, np.array([destination], dtype=np.int64))
 
-    def _rebind(self, sources: Int64Array, destinations: Int64Array) -> None:
-        old, new = self.physical_of_ranks(sources), self.physical_of_ranks(destinations)
-        virtual = self.virtual_of[old]
-        self.virtual_of[old] = 0
-        self.virtual_of[new] = virtual
-        self.physical[virtual] = new
+    def _rebind(self, virtual: Int64Array, destinations: Int64Array) -> None:
+        self.physical[virtual] = self.physical_of_ranks(destinations)
         self.dirty.add(virtual)
-
-    # -- for the verifier and the digest ---------------------------------------------------------------------------
-
-    def unbound(self) -> NDArray[np.int32]:
-        """Virtual ids that are bound to nothing, in the order in which they will be used, last first."""
-        return np.frombuffer(self._unbound.tobytes(), dtype=np.int32)

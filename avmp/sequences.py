@@ -81,6 +81,7 @@ class SequenceTable:
         self.max_tokens = max_tokens
         self.state: Int64Array = np.zeros((4, max_rows), dtype=np.int64)
         self.cursor, self.length, self.begin, self.mark = self.state
+        self.cursor[:] = -1
         self.block_table: NDArray[np.int32] = np.zeros((max_rows, row_width), dtype=np.int32)
         self.columns: NDArray[np.int32] = np.zeros(max_rows, dtype=np.int32)
         self.front: NDArray[np.int32] = np.zeros(max_rows, dtype=np.int32)

@@ -20,7 +20,7 @@ def check(ledger: Ledger) -> None:
 
     * no two live byte ranges of a lane overlap, of either pool, and none reaches into the null area;
     * free, live, awaiting and null physical ids are disjoint and are together the whole extent of each pool;
-    * virtual to physical and back is the identity for every held unit, and 0 for everything else;
+    * virtual to physical and back is the identity for every held unit, and every other virtual id maps to 0;
     * the reference count of every unit equals its holders: rows, snapshots, handles, pins, tickets;
     * the extents respect the layout's inequality and the floors; counters equal what they count;
     * rows: columns, cursors, flags and free rows agree with lengths and handles.
@@ -65,13 +65,13 @@ def _check_pool(pool: Pool, holders: Int64Array) -> None:
     physical = pool.physical[bound].astype(np.int64)
     _require(not pool.physical[pool.references == 0].any(), f"a {name} without a holder is bound")
     _require(len(np.unique(physical)) == len(physical), f"two {name}s lie at one place")
-    _require((pool.virtual_of[physical] == bound).all(), f"{name}s: virtual to physical and back differ")
-    _require(np.count_nonzero(pool.virtual_of) == len(bound), f"{name}s: a physical id without a unit has an owner")
+    ranks = np.sort(pool.ranks_of(bound))
+    _require((pool.ranks_of(pool.virtual_at(ranks)) == ranks).all(), f"{name}s: virtual to physical and back differ")
     _check_partition(pool, pool.ranks_of(bound))
     _require(pool.live == len(bound), f"{name}s: live {pool.live}, counted {len(bound)}")
     extra = int(pool.references.sum()) - len(bound)
     _require(pool.extra_references == extra, f"{name}s: extra references {pool.extra_references}, counted {extra}")
-    everything = np.concatenate([pool.unbound().astype(np.int64), bound])
+    everything = np.concatenate([pool.unbound[: pool.spare].astype(np.int64), bound])
     _require(
         (np.sort(everything) == np.arange(1, pool.capacity + 1)).all(), f"{name}s: virtual ids are lost or in two places"
     )
@@ -85,11 +85,11 @@ def _check_partition(pool: Pool, live: Int64Array) -> None:
     seen = np.zeros(pool.capacity, dtype=np.int64)
     _require(len(live) == 0 or (live.min() >= 0 and live.max() < pool.extent), f"a live {name} lies outside the extent")
     np.add.at(seen, live, 1)
-    np.add.at(seen, np.array(pool.free.reserve, dtype=np.int64), 1)
+    np.add.at(seen, pool.free.reserve[: pool.free.top], 1)
     seen += pool.free.map
     _require((seen[: pool.extent] == 1).all(), f"{name}s: ranks {np.flatnonzero(seen[: pool.extent] != 1)[:4]} are not free or live")
     _require(not seen[pool.extent :].any(), f"a {name} beyond the extent is free or live")
-    free = int(np.count_nonzero(pool.free.map)) + len(pool.free.reserve)
+    free = int(np.count_nonzero(pool.free.map)) + pool.free.top
     _require(pool.free.count == free, f"{name}s: free {pool.free.count}, counted {free}")
     _require(not pool.free.map[: pool.free.hint].any(), f"{name}s: a free rank lies below the hint")
     _require(pool.floor <= pool.extent <= pool.capacity, f"{name}s: extent {pool.extent} outside {pool.floor} to {pool.capacity}")
@@ -156,9 +156,9 @@ def digest(ledger: Ledger) -> str:
 def _parts(ledger: Ledger) -> Iterable[NDArray[np.generic]]:
     for pool in ledger.space.pools:
         yield np.array([pool.extent, pool.floor, pool.live, pool.extra_references, pool.free.count])
-        yield from (pool.physical, pool.virtual_of, pool.references, pool.loose, pool.generation, pool.unbound())
+        yield from (pool.physical, pool.references, pool.loose, pool.generation, pool.unbound[: pool.spare])
         yield pool.free.map
-        yield np.array(pool.free.reserve, dtype=np.int64)
+        yield pool.free.reserve[: pool.free.top]
         yield np.array(sorted(pool.pins.items()), dtype=np.int64)
         for ticket in sorted(pool.tickets):
             yield np.concatenate([[ticket], *pool.tickets[ticket]])

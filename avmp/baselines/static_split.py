@@ -1,0 +1,45 @@
+"""Two pools whose sizes are fixed at the start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+from avmp.baselines.counted import CountedPolicy, Units
+from avmp.baselines.protocol import PolicySetup
+from avmp.errors import InvalidArgument
+
+STATIC_SHARES = {f"static-0.{tenths}": Fraction(tenths, 10) for tenths in range(1, 10)}
+"""The splits that a replay tries, by name: the share of the arena that is set aside for states."""
+
+SGLANG_DEFAULT_SHARE = Fraction(9, 19)
+"""SGLang's default ratio r = 0.9 is that of states to KV: a share of r / (1 + r)."""
+
+
+class StaticSplit(CountedPolicy):
+    """``share`` of the arena holds states, the rest KV, each in whole slots and pages of avmp's size.
+
+    All of the arena counts: no null units are taken off, which avmp and the oracle do pay for. Where the model has
+    only one kind of cache there is nothing to split, and that kind gets everything.
+    """
+
+    def __init__(self, setup: PolicySetup, share: Fraction, name: str | None = None) -> None:
+        if not 0 < share < 1:
+            raise InvalidArgument(f"static split: a state share of {share}; expected more than 0 and less than 1")
+        super().__init__(name or f"static-{float(share):.3g}", setup, Units.of_pages_and_slots(setup))
+        layout = setup.layout
+        one_pool = not (layout.has_pages and layout.has_slots)
+        state_bytes = self.arena_bytes if one_pool else self.arena_bytes * share.numerator // share.denominator
+        kv_bytes = self.arena_bytes if one_pool else self.arena_bytes - state_bytes
+        self.page_count = kv_bytes // layout.page_total_bytes if layout.has_pages else 0
+        self.slot_count = state_bytes // layout.slot_total_bytes if layout.has_slots else 0
+
+    def holds(self, kv_units: Any, state_units: Any) -> Any:
+        """``kv_units <= page_count`` and ``state_units <= slot_count``."""
+        return (kv_units <= self.page_count) & (state_units <= self.slot_count)
+
+
+def static_split(share: Fraction) -> Callable[[PolicySetup], StaticSplit]:
+    """Builds splits with this share for states."""
+    return lambda setup: StaticSplit(setup, share)
