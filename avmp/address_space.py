@@ -70,8 +70,8 @@ class Disturbance(Protocol):
 class AddressSpace:
     """The page pool, the slot pool, and what lies between them.
 
-    ``plain[kind]`` says that handing out and freeing units of that kind has no consequence beyond the tables: no
-    zeroing, poison or events.
+    ``plain_frees`` says that freeing a unit has no consequence beyond the tables (no poison, no events), and
+    ``plain[kind]`` that handing one out has none either (no zeroing).
 
     The one inequality that keeps the pools apart, true after every commit, is ``Layout.fits``:
     ``(first_slot + slots.extent) * slot_bytes <= (page_count - pages.extent) * page_bytes``.
@@ -90,8 +90,9 @@ class AddressSpace:
             pool.dirty.set_enabled(options.record_effects)
         zeroed: dict[Kind, bool] = {"page": options.zero_pages, "slot": options.zero_slots}
         self.zeroed = {kind: zero and options.record_effects for kind, zero in zeroed.items()}
-        watched = options.events or (options.poison and options.record_effects)
-        self.plain = {kind: not (watched or zero) for kind, zero in self.zeroed.items()}
+        self.poisons = options.poison and options.record_effects
+        self.plain_frees = not (options.events or self.poisons)
+        self.plain = {kind: self.plain_frees and not zero for kind, zero in self.zeroed.items()}
 
     @property
     def pools(self) -> tuple[Pool, Pool]:
@@ -203,6 +204,9 @@ class AddressSpace:
                 moved = self._retract(self.pages, self.layout.max_pages(slot_target), self.pages.live + pages)
                 page_target = self.pages.extent
             outcome = "relocated" if moved else "retracted"
+        elif self.layout.fits(page_target + self.pages.free.refill, slot_target):
+            # What lies in the gap costs either pool nothing, so pages, which are asked for most, come in handfuls.
+            page_target += self.pages.free.refill if page_target > self.pages.extent else 0
         self.counters.attempts[outcome] += 1
         self.pages.grow(page_target)
         self.slots.grow(slot_target)
@@ -270,12 +274,15 @@ class AddressSpace:
             sources, destinations = (here, there) if operation == "swap_out" else (there, here)
             self.effects.add(operation, pool.kind, sources, destinations, swapped)
 
-    def drop(self, pool: Pool, virtual: Int64Array) -> None:
-        """One holder fewer for each entry; units without a holder become free."""
-        virtual, physical = pool.drop(virtual)
+    def drop(self, pool: Pool, virtual: Int64Array, counts: Int64Array | int = 1) -> None:
+        """``counts`` holders fewer for ``virtual``, which are distinct; units without a holder become free."""
+        if len(virtual) == 1 and self.plain_frees and not pool.extra_references:
+            pool.free_one(int(virtual[0]))
+            return
+        virtual, physical = pool.drop(virtual, counts)
         if self.events is not None and len(virtual):
             self.events.append(Event("freed", pool.kind, virtual, physical))
-        if self.options.poison and self.options.record_effects:
+        if self.poisons:
             self.effects.add("poison", pool.kind, destinations=physical)
 
     def retire(self, ticket: int) -> None:

@@ -54,7 +54,7 @@ def _bind_copies(ledger: Ledger, parents: list[int]) -> tuple[list[int], list[in
     """A copy of each parent's partly filled tail (0 where there is none) and of its slot, one per child."""
     space, table = ledger.space, ledger.table
     tailed = [row for row in parents if _tail(ledger, row)]
-    old_tails = np.array([table.block_table[row, table.columns[row] - 1] for row in tailed], dtype=np.int64)
+    old_tails = np.array([table.tail(row) for row in tailed], dtype=np.int64)
     tails = space.bind(space.pages, len(tailed), fresh=False)
     slots = space.bind(space.slots, len(parents) if ledger.has_slots else 0, fresh=False)
     space.copy(space.pages, old_tails, tails)
@@ -95,7 +95,7 @@ def plan_reorder(ledger: Ledger, rows: Int64Array, parents: Iterable[int]) -> Pl
 
     def release() -> None:
         for pool, virtual in zip(space.pools, (lost_pages, lost_slots), strict=True):
-            space.drop(pool, virtual)
+            space.drop(pool, *np.unique(virtual, return_counts=True))
 
     return Planned(
         pages=sum(_tail(ledger, int(rows[chosen[child]])) for child in copying),

@@ -37,6 +37,11 @@ class DirtyEntries:
         if self._logged > self.size:
             self._fold()
 
+    def add_range(self, begin: int, end: int) -> None:
+        """Marks ``begin`` to ``end - 1``."""
+        if self.enabled and end > begin:
+            self.add(np.arange(begin, end))
+
     def _record_one(self, entry: int) -> None:
         self._singles.append(entry)
         if len(self._singles) > self.size:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from avmp.errors import InvalidArgument
 from avmp.handles import Handles, Int64Array, as_counts, as_handles
 from avmp.ledger import Ledger, Planned
+from avmp.page_pool import NOTHING
 from avmp.sequences import NO_WINDOW
 
 Counts: TypeAlias = "int | Iterable[int] | NDArray[np.integer]"
@@ -36,7 +37,7 @@ class Start(NamedTuple):
 
 
 Prefixes: TypeAlias = "None | int | Prefix | Iterable[None | int | Prefix]"
-_EMPTY = Start(0, np.empty(0, dtype=np.int64), None)
+_EMPTY = Start(0, NOTHING, None)
 
 
 # -- admit ---------------------------------------------------------------------------------------------------------
@@ -145,7 +146,7 @@ def plan_extend(ledger: Ledger, ids: Int64Array, counts: Counts = 1) -> Planned[
     added = as_counts(counts, len(ids), "extend: counts")
     lengths = table.length[ids] + added
     ledger.require_width("extend", lengths)
-    pages = int((ledger.columns_for(lengths) - table.columns[ids]).sum()) if ledger.has_pages else 0
+    pages = int((ledger.columns_for(lengths) - table.column_counts(ids)).sum()) if ledger.has_pages else 0
     pages += len(_tails_to_copy(ledger, ids, added))
     return Planned(pages, 0, lambda: grow_rows(ledger, ids, added))
 
@@ -160,15 +161,15 @@ def grow_rows(ledger: Ledger, rows: Int64Array, added: Int64Array) -> None:
     table.begin[rows] = np.where(table.mark[rows] == before, before, table.begin[rows])
     lengths = before + added
     if ledger.has_pages:
-        columns = ledger.columns_for(lengths)
-        missing = columns - table.columns[rows]
+        missing = ledger.columns_for(lengths) - table.column_counts(rows)
         total = int(missing.sum())
         if total:
-            cells = _cells(rows * table.row_width + table.columns[rows], missing, total)
-            table.block_table.reshape(-1)[cells] = space.bind(space.pages, total)
-            table.columns[rows] = columns
+            cells = _cells(table.next_cell[rows], missing, total)
+            table.cells[cells] = space.bind(space.pages, total)
+            table.next_cell[rows] += missing
             table.dirty.add(cells)
     table.length[rows] = lengths
+    table.longest = max(table.longest, int(lengths.max(initial=0)))
     table.set_cursors(rows)
 
 
@@ -189,7 +190,7 @@ def _tails_to_copy(ledger: Ledger, rows: Int64Array, added: Int64Array) -> list[
     left: dict[int, int] = {}
     copied = []
     for row in rows[table.tail_shared[rows] & (added > 0)].tolist():
-        tail = int(table.block_table[row, table.columns[row] - 1])
+        tail = table.tail(row)
         if left.setdefault(tail, int(references[tail])) > 1:
             left[tail] -= 1
             copied.append(row)
@@ -204,14 +205,14 @@ def _copy_tails(ledger: Ledger, rows: Int64Array, added: Int64Array) -> None:
     if not copied:
         return
     space.counters.tail_copies += len(copied)
-    where = np.array(copied, dtype=np.int64)
-    columns = table.columns[where] - 1
-    old = table.block_table[where, columns].astype(np.int64)
+    cells = table.next_cell[copied] - 1
+    old = table.cells[cells].astype(np.int64)
     new = space.bind(space.pages, len(copied), fresh=False)
     space.copy(space.pages, old, new)
-    table.block_table[where, columns] = new
-    table.dirty.add(where * table.row_width + columns)
-    space.drop(space.pages, old)
+    table.cells[cells] = new
+    table.dirty.add(cells)
+    ids, counts = np.unique(old, return_counts=True)
+    space.drop(space.pages, ids, counts)
 
 
 # -- release -------------------------------------------------------------------------------------------------------
@@ -240,18 +241,20 @@ def held_by(ledger: Ledger, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
     """Virtual ids of all pages and slots of these rows, one entry per holder."""
     table = ledger.table
     pages = [table.pages(row) for row in rows.tolist()]
-    held = np.concatenate(pages) if pages else np.empty(0, dtype=np.int64)
+    held = np.concatenate([NOTHING, *pages])
     slots = table.slot[rows].astype(np.int64)
     return held[held > 0], slots[slots > 0]
 
 
 def release_rows(ledger: Ledger, rows: Int64Array, after: int | None = None) -> None:
     """Commits the release of these rows."""
-    space = ledger.space
-    held = held_by(ledger, rows)
-    for row in rows.tolist():
-        ledger.table.vacate(row)
-    for pool, virtual in zip(space.pools, held, strict=True):
+    space, table = ledger.space, ledger.table
+    slots = table.slot[rows].astype(np.int64)
+    # Row by row, for the pages of one row are distinct, and those of two may not be.
+    held = [(space.pages, table.vacate(row)) for row in rows.tolist()]
+    if ledger.has_slots:
+        held.append((space.slots, slots))
+    for pool, virtual in held:
         if after is None:
             space.drop(pool, virtual)
         else:
@@ -277,9 +280,10 @@ def _release_front(ledger: Ledger, rows: Int64Array, tokens: Int64Array) -> None
         columns = count // ledger.page_tokens if ledger.has_pages else 0
         front = int(table.front[row])
         if columns > front:
-            pages = table.block_table[row, front:columns].astype(np.int64)
-            table.block_table[row, front:columns] = 0
+            first = row * table.row_width
+            pages = table.cells[first + front : first + columns].astype(np.int64)
+            table.cells[first + front : first + columns] = 0
             table.front[row] = columns
-            table.dirty.add(np.arange(front, columns) + row * table.row_width)
+            table.dirty.add_range(first + front, first + columns)
             table.set_cursors(np.array([row]))
             space.drop(space.pages, pages)

@@ -66,4 +66,6 @@ def as_counts(counts: int | Iterable[int] | NDArray[np.integer], rows: int, what
         raise InvalidArgument(f"{what}: expected one integer or {rows}, got {values.dtype} {values.shape}")
     if values.size and int(values.min()) < 0:
         raise InvalidArgument(f"{what}: {int(values.min())} is negative")
-    return np.broadcast_to(values.astype(np.int64, copy=False), (rows,))
+    if values.ndim == 0:
+        return np.full(rows, values, dtype=np.int64)
+    return values.astype(np.int64, copy=False)

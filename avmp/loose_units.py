@@ -5,9 +5,10 @@ For engines with a bookkeeping or a prefix cache of their own.
 
 from __future__ import annotations
 
-from collections import Counter
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from avmp.address_space import AddressSpace
 from avmp.errors import InvalidArgument, StaleHandle
@@ -26,14 +27,22 @@ def pool_of(space: AddressSpace, kind: str) -> Pool:
     return pool
 
 
-def by_pool(space: AddressSpace, handles: Int64Array) -> list[tuple[Pool, Int64Array]]:
-    """Live handles sorted by pool, as virtual ids. Raises StaleHandle for any that is not a live page or slot."""
+class Units(NamedTuple):
+    """Some units of one pool: distinct virtual ids, int64, and how often each was named."""
+
+    pool: Pool
+    virtual: Int64Array
+    counts: Int64Array
+
+
+def by_pool(space: AddressSpace, handles: Int64Array) -> list[Units]:
+    """Live handles sorted by pool. Raises StaleHandle for any that is not a live page or slot."""
     kinds = handles >> KIND_SHIFT
     foreign = (kinds != PAGE) & (kinds != SLOT)
     if foreign.any():
         raise StaleHandle(f"{describe_handle(int(handles[np.argmax(foreign)]))} is foreign: expected a page or slot")
     split = ((space.pages, handles[kinds == PAGE]), (space.slots, handles[kinds == SLOT]))
-    return [(pool, pool.resolve(mine)) for pool, mine in split if len(mine)]
+    return [Units(pool, *np.unique(pool.resolve(mine), return_counts=True)) for pool, mine in split if len(mine)]
 
 
 def plan_take(ledger: Ledger, kind: str, n: int = 1) -> Planned[Int64Array]:
@@ -54,9 +63,9 @@ def plan_retain(ledger: Ledger, handles: Int64Array) -> Planned[None]:
     split = by_pool(ledger.space, handles)
 
     def commit() -> None:
-        for pool, virtual in split:
-            np.add.at(pool.loose, virtual, 1)
-            pool.share(virtual)
+        for pool, virtual, counts in split:
+            pool.loose[virtual] += counts
+            pool.share(virtual, counts)
 
     return Planned(0, 0, commit)
 
@@ -64,20 +73,26 @@ def plan_retain(ledger: Ledger, handles: Int64Array) -> Planned[None]:
 def plan_give(ledger: Ledger, handles: Int64Array) -> Planned[None]:
     """One holder fewer for each entry. Raises StaleHandle if handles do not hold an entry that often."""
     split = by_pool(ledger.space, handles)
-    for pool, virtual in split:
-        for which, count in Counter(virtual.tolist()).items():
-            if pool.loose[which] < count:
-                raise StaleHandle(
-                    f"give: {describe_handle(pool.handle_of(which))} is given back {count} times, but take and retain "
-                    f"hold it {pool.loose[which]} times; what sequences and snapshots hold is theirs"
-                )
+    for units in split:
+        _require_held("give", "take and retain hold it", units, units.pool.loose[units.virtual])
 
     def commit() -> None:
-        for pool, virtual in split:
-            np.subtract.at(pool.loose, virtual, 1)
-            ledger.space.drop(pool, virtual)
+        for pool, virtual, counts in split:
+            pool.loose[virtual] -= counts
+            ledger.space.drop(pool, virtual, counts)
 
     return Planned(0, 0, commit)
+
+
+def _require_held(operation: str, held_by: str, units: Units, held: NDArray[np.integer]) -> None:
+    short = held < units.counts
+    if short.any():
+        first = int(np.argmax(short))
+        what = describe_handle(units.pool.handle_of(int(units.virtual[first])))
+        raise StaleHandle(
+            f"{operation}: {what} is named {units.counts[first]} times, but {held_by} {held[first]} times; "
+            "what sequences and snapshots hold is theirs"
+        )
 
 
 def plan_pin(ledger: Ledger, handles: Int64Array) -> Planned[None]:
@@ -85,9 +100,9 @@ def plan_pin(ledger: Ledger, handles: Int64Array) -> Planned[None]:
     split = by_pool(ledger.space, handles)
 
     def commit() -> None:
-        for pool, virtual in split:
-            pool.pins.update(virtual.tolist())
-            pool.share(virtual)
+        for pool, virtual, counts in split:
+            pool.pins.update(dict(zip(virtual.tolist(), counts.tolist(), strict=True)))
+            pool.share(virtual, counts)
 
     return Planned(0, 0, commit)
 
@@ -95,20 +110,16 @@ def plan_pin(ledger: Ledger, handles: Int64Array) -> Planned[None]:
 def plan_unpin(ledger: Ledger, handles: Int64Array) -> Planned[None]:
     """One pin fewer for each entry. Raises StaleHandle if an entry is not pinned that often."""
     split = by_pool(ledger.space, handles)
-    for pool, virtual in split:
-        for which, count in Counter(virtual.tolist()).items():
-            if pool.pins[which] < count:
-                raise StaleHandle(
-                    f"unpin: {describe_handle(pool.handle_of(which))} is unpinned {count} times, "
-                    f"but pinned {pool.pins[which]} times"
-                )
+    for units in split:
+        pinned = np.array([units.pool.pins[which] for which in units.virtual.tolist()])
+        _require_held("unpin", "it is pinned", units, pinned)
 
     def commit() -> None:
-        for pool, virtual in split:
-            pool.pins.subtract(virtual.tolist())
-            for which in set(virtual.tolist()):
+        for pool, virtual, counts in split:
+            pool.pins.subtract(dict(zip(virtual.tolist(), counts.tolist(), strict=True)))
+            for which in virtual.tolist():
                 if not pool.pins[which]:
                     del pool.pins[which]
-            ledger.space.drop(pool, virtual)
+            ledger.space.drop(pool, virtual, counts)
 
     return Planned(0, 0, commit)

@@ -130,14 +130,14 @@ class Pool:
         """Binds one unit held by the caller's handle alone; returns that handle."""
         virtual = self.take_one()
         self._loose[virtual] = 1
-        return self._base | self._generation[virtual] << 32 | virtual
+        return self._base | (self._generation[virtual] & GENERATION_MASK) << 32 | virtual
 
     def give_loose(self, handle: int) -> bool:
         """Frees the unit of a handle that is live and its only holder. False, and nothing happens, if it is not."""
         virtual = handle & ID_MASK
         if (
             not 0 < virtual <= self.capacity
-            or handle >> 32 != self._base >> 32 | self._generation[virtual]
+            or handle >> 32 != self._base >> 32 | self._generation[virtual] & GENERATION_MASK
             or self._loose[virtual] != 1
             or self._references[virtual] != 1
         ):
@@ -151,7 +151,7 @@ class Pool:
         physical = self._physical[virtual]
         self._physical[virtual] = 0
         self._references[virtual] = 0
-        self._generation[virtual] = self._generation[virtual] + 1 & GENERATION_MASK
+        self._generation[virtual] += 1
         self.live -= 1
         self.free.give_one((physical - self.origin) * self.step)
         self._unbound[self.spare] = virtual
@@ -159,19 +159,19 @@ class Pool:
         self.dirty.add_one(virtual)
         return physical
 
-    def share(self, virtual: Int64Array) -> None:
-        """One more holder for each entry of ``virtual``; ids may repeat."""
-        np.add.at(self.references, virtual, 1)
-        self.extra_references += len(virtual)
+    def share(self, virtual: Int64Array, counts: Int64Array | int = 1) -> None:
+        """``counts`` more holders (one, or one number each) for ``virtual``, which are distinct."""
+        self.references[virtual] += counts
+        self.extra_references += len(virtual) if isinstance(counts, int) else int(counts.sum())
 
-    def drop(self, virtual: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """One holder fewer for each entry of ``virtual`` (ids may repeat). Frees the units that nobody holds any
-        more and returns their virtual ids, void from now on, and the physical ids where they were, int64."""
+    def drop(self, virtual: Int64Array, counts: Int64Array | int = 1) -> tuple[Int64Array, Int64Array]:
+        """``counts`` holders fewer for ``virtual``, which are distinct. Frees the units that nobody holds any more
+        and returns their virtual ids, void from now on, and the physical ids where they were, int64."""
         if self.extra_references:
-            np.subtract.at(self.references, virtual, 1)
-            self.extra_references -= len(virtual)
-            unheld = virtual[self.references[virtual] == 0]
-            virtual = np.unique(unheld) if len(unheld) > 1 else unheld
+            left = self.references[virtual] - counts
+            self.references[virtual] = left
+            self.extra_references -= len(virtual) if isinstance(counts, int) else int(counts.sum())
+            virtual = virtual[left == 0]
             self.extra_references += len(virtual)
         return virtual, self._free(virtual) if len(virtual) else virtual
 
@@ -186,7 +186,7 @@ class Pool:
         physical = self.physical[virtual]
         self.physical[virtual] = 0
         self.references[virtual] = 0
-        self.generation[virtual] = self.generation[virtual] + 1 & GENERATION_MASK
+        self.generation[virtual] += 1
         self.live -= len(virtual)
         self.free.give(self.origin - physical if self.step < 0 else physical - self.origin)
         self.unbound[self.spare : self.spare + len(virtual)] = virtual
@@ -198,19 +198,20 @@ class Pool:
 
     def handles(self, virtual: Int64Array) -> Int64Array:
         """Handles, int64, of bound virtual ids; 0 stays 0."""
-        generation = self.generation[virtual].astype(np.int64)
+        generation = (self.generation[virtual] & GENERATION_MASK).astype(np.int64)
         return np.where(virtual == 0, 0, self._base | generation << 32 | virtual)
 
     def handle_of(self, virtual: int) -> int:
         """The handle of one bound virtual id."""
-        return make_handle(self._handle_kind, virtual, self._generation[virtual])
+        return make_handle(self._handle_kind, virtual, self._generation[virtual] & GENERATION_MASK)
 
     def resolve(self, handles: Int64Array) -> Int64Array:
         """Virtual ids, int64, of live handles. Raises StaleHandle for the first that is not live."""
         virtual = handles & ID_MASK
         inside = (virtual > 0) & (virtual <= self.capacity)
         known = np.where(inside, virtual, 0)
-        good = inside & (handles >> 32 == (self._base >> 32 | self.generation[known])) & (self.references[known] > 0)
+        generation = self.generation[known] & GENERATION_MASK
+        good = inside & (handles >> 32 == (self._base >> 32 | generation)) & (self.references[known] > 0)
         if not good.all():
             raise StaleHandle(self._explain(int(handles[np.argmin(good)])))
         return virtual
@@ -219,7 +220,7 @@ class Pool:
         virtual = handle & ID_MASK
         if handle >> KIND_SHIFT != self._handle_kind or not 0 < virtual <= self.capacity:
             return f"{describe_handle(handle)} is foreign: expected a {self.kind} of this allocator"
-        generation, now = handle >> 32 & GENERATION_MASK, self._generation[virtual]
+        generation, now = handle >> 32 & GENERATION_MASK, self._generation[virtual] & GENERATION_MASK
         if generation > now or (generation == now and not self._references[virtual]):
             return f"{describe_handle(handle)} is foreign: this allocator has not handed it out"
         return f"{describe_handle(handle)} is stale: it was freed, {self.kind} {virtual} is at generation {now} now"

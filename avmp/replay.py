@@ -96,7 +96,7 @@ def setup_for(
     return PolicySetup(
         layout=layout,
         longest_tokens=int((trace.prompt_tokens + trace.output_tokens).max()),
-        max_sequences=max_sequences or min(len(trace), MOST_SEQUENCES),
+        max_sequences=min(len(trace), MOST_SEQUENCES) if max_sequences is None else max_sequences,
         options=options or Options(),
     )
 

@@ -28,9 +28,6 @@ from avmp.handles import (
 Rows: TypeAlias = "slice | Int64Array"
 """Rows of the tables: a slice where they are consecutive (numpy then makes views), else int64 ids."""
 
-CURSOR, LENGTH, BEGIN, MARK = range(4)
-"""Rows of ``SequenceTable.state``, see there."""
-
 NO_WINDOW = np.iinfo(np.int64).max
 
 
@@ -64,26 +61,34 @@ class Swapped:
 
 
 class SequenceTable:
-    """All rows. ``state`` is int64 ``[4, max_rows]``, so that one addition advances what grows by one per token:
+    """All rows. Each array has one entry per row; int64 unless said otherwise:
 
-    * ``CURSOR``: virtual token slot of the last token, ``page * page_tokens + offset``; the next token needs a new
+    * ``cursor``: virtual token slot of the last token, ``page * page_tokens + offset``; the next token needs a new
       page exactly if ``(cursor + 1) % page_tokens == 0`` (-1 for an empty sequence);
-    * ``LENGTH``: tokens that have room, those of the coming step included;
-    * ``BEGIN``, ``MARK``: the pending tokens. ``MARK`` is the length at the last ``batch``. As long as it differs
-      from the length, the tokens from ``MARK`` on are pending; once they are equal, those from ``BEGIN`` on are.
+    * ``length``: tokens that have room, those of the coming step included;
+    * ``begin``, ``mark``: the pending tokens. ``mark`` is the length at the last ``batch``. As long as it differs
+      from the length, the tokens from ``mark`` on are pending; once they are equal, those from ``begin`` on are;
+    * ``next_cell``: where in ``cells`` the next page goes, ``row * row_width + ceil(length / page_tokens)``;
+    * ``front`` (int32): columns that ``release_front`` has given up; they stay, as 0;
+    * ``slot`` (int32): virtual id of the state slot, 0 where there are no state layers;
+    * ``tail_shared`` (bool): the row may append into a page that others hold too; ``flagged`` counts these rows.
 
-    ``block_table`` is int32 ``[max_rows, row_width]``; row r holds ``columns[r] == ceil(length / page_tokens)``
-    pages, the first ``front[r]`` of them given up (0). ``slot`` is 0 where there are no state layers.
+    ``block_table`` is int32 ``[max_rows, row_width]``, ``cells`` the same memory in one dimension. ``longest`` is an
+    upper bound of all lengths.
     """
 
     def __init__(self, max_rows: int, row_width: int, page_tokens: int, max_tokens: int) -> None:
         self.max_rows, self.row_width, self.page_tokens = max_rows, row_width, page_tokens
         self.max_tokens = max_tokens
-        self.state: Int64Array = np.zeros((4, max_rows), dtype=np.int64)
-        self.cursor, self.length, self.begin, self.mark = self.state
-        self.cursor[:] = -1
+        self.cursor: Int64Array = np.full(max_rows, -1, dtype=np.int64)
+        self.length: Int64Array = np.zeros(max_rows, dtype=np.int64)
+        self.begin: Int64Array = np.zeros(max_rows, dtype=np.int64)
+        self.mark: Int64Array = np.zeros(max_rows, dtype=np.int64)
+        self.longest = 0
         self.block_table: NDArray[np.int32] = np.zeros((max_rows, row_width), dtype=np.int32)
-        self.columns: NDArray[np.int32] = np.zeros(max_rows, dtype=np.int32)
+        self.cells = self.block_table.reshape(-1)
+        self.first_cell: Int64Array = np.arange(max_rows, dtype=np.int64) * row_width
+        self.next_cell = self.first_cell.copy()
         self.front: NDArray[np.int32] = np.zeros(max_rows, dtype=np.int32)
         self.slot: NDArray[np.int32] = np.zeros(max_rows, dtype=np.int32)
         self.window: Int64Array = np.full(max_rows, NO_WINDOW, dtype=np.int64)
@@ -95,6 +100,10 @@ class SequenceTable:
         self.dirty = DirtyEntries(max_rows * row_width)
         self._free = list(range(max_rows))
         self._known: dict[bytes, Rows] = {}
+        # Scalar access through a memoryview costs a third of what it costs through numpy.
+        self._scalars = [memoryview(a) for a in (self.cursor, self.length, self.begin, self.mark)]
+        self._next_cell, self._front, self._slot = (memoryview(a) for a in (self.next_cell, self.front, self.slot))
+        self._handle, self._generation = memoryview(self.handle), memoryview(self.generation)
 
     @property
     def free_rows(self) -> int:
@@ -104,8 +113,9 @@ class SequenceTable:
     @property
     def table_bytes(self) -> int:
         """Bytes of host memory beside the block table."""
-        arrays = (self.state, self.columns, self.front, self.slot, self.window, self.tail_shared, self.handle)
-        return sum(a.nbytes for a in arrays) + self.generation.nbytes
+        counts = (self.cursor, self.length, self.begin, self.mark, self.first_cell, self.next_cell, self.window)
+        others = (self.front, self.slot, self.tail_shared, self.handle, self.generation)
+        return sum(array.nbytes for array in counts + others)
 
     # -- handles to rows -------------------------------------------------------------------------------------------
 
@@ -115,6 +125,9 @@ class SequenceTable:
         Raises StaleHandle for a handle that is not a live sequence, InvalidArgument where one comes twice. The
         answer for the last few batches is kept until a row is released: a decoding engine asks for the same ones.
         """
+        if isinstance(sequences, (int, np.integer)):
+            row = self.row(sequences)
+            return slice(row, row + 1)
         handles = sequences if isinstance(sequences, np.ndarray) else as_handles(sequences)
         key = handles.tobytes()
         known = self._known.get(key)
@@ -131,17 +144,18 @@ class SequenceTable:
         good = inside & (self.handle[np.where(inside, rows, 0)] == handles)
         if not good.all():
             raise StaleHandle(self._explain(int(handles[np.argmin(good)])))
-        if len(np.unique(rows)) != len(rows):
-            raise InvalidArgument("a sequence is named twice in one call; expected distinct sequences")
-        if len(rows) and (np.diff(rows) == 1).all():
+        if len(rows) and (rows[1:] == rows[:-1] + 1).all():
             return slice(int(rows[0]), int(rows[-1]) + 1)
+        ordered = np.sort(rows)
+        if (ordered[1:] == ordered[:-1]).any():
+            raise InvalidArgument("a sequence is named twice in one call; expected distinct sequences")
         return rows
 
     def row(self, sequence: int | np.integer) -> int:
         """The row of one live sequence; raises as ``rows`` does."""
         handle = int(sequence)
         row = handle & ID_MASK
-        if handle <= 0 or row >= self.max_rows or self.handle[row] != handle:
+        if handle <= 0 or row >= self.max_rows or self._handle[row] != handle:
             raise StaleHandle(self._explain(handle))
         return row
 
@@ -149,7 +163,7 @@ class SequenceTable:
         what, row = describe_handle(handle), handle & ID_MASK
         if handle <= 0 or handle >> KIND_SHIFT != SEQUENCE or row >= self.max_rows:
             return f"{what} is foreign: expected a sequence of this allocator"
-        if handle >> 32 & GENERATION_MASK >= self.generation[row] and not self.handle[row]:
+        if handle >> 32 & GENERATION_MASK >= self._generation[row] & GENERATION_MASK and not self._handle[row]:
             return f"{what} is foreign: this allocator has not handed it out"
         return f"{what} is stale: it was released or swapped out"
 
@@ -166,33 +180,40 @@ class SequenceTable:
     def occupy(self, count: int) -> Int64Array:
         """Takes the ``count`` lowest free rows, int64, and gives each a new handle. There are enough."""
         rows = np.array([heapq.heappop(self._free) for _ in range(count)], dtype=np.int64)
-        self.handle[rows] = SEQUENCE << KIND_SHIFT | self.generation[rows].astype(np.int64) << 32 | rows
+        self.handle[rows] = SEQUENCE << KIND_SHIFT | (self.generation[rows] & GENERATION_MASK).astype(np.int64) << 32 | rows
         return rows
 
-    def vacate(self, row: int) -> None:
-        """The row's sequence is gone: its handle is stale and its table entries are 0. Its units are the caller's
-        business."""
-        self.cut(row, 0)
+    def vacate(self, row: int) -> Int64Array:
+        """The row's sequence is gone: its handle is stale and its table entries are 0. Returns the virtual ids of
+        its pages; what becomes of them and of its slot is the caller's business."""
+        pages = self.cut(row, 0)
         self.reset(row)
-        self.slot[row] = 0
-        self.handle[row] = 0
-        self.generation[row] = self.generation[row] + 1 & GENERATION_MASK
+        self._slot[row] = 0
+        self._handle[row] = 0
+        self._generation[row] += 1
         heapq.heappush(self._free, row)
         self._known.clear()
+        return pages
 
     def reset(self, row: int) -> None:
-        """An empty sequence in this row: no tokens, no columns, no history. The slot stays."""
-        self.state[:, row] = -1, 0, 0, 0
-        self.columns[row] = self.front[row] = 0
+        """An empty sequence in this row, whose columns are gone already: no tokens, no history. The slot stays."""
+        for scalar, value in zip(self._scalars, (-1, 0, 0, 0), strict=True):
+            scalar[row] = value
+        self._front[row] = 0
         self.window[row] = NO_WINDOW
         self.history[row] = ()
-        self.flag(row, False)
+        if self.flagged:
+            self.flag(row, False)
 
     def live_rows(self) -> Int64Array:
         """Rows in use, int64, ascending."""
         return np.flatnonzero(self.handle)
 
-    # -- one row's pages -------------------------------------------------------------------------------------------
+    # -- pages -----------------------------------------------------------------------------------------------------
+
+    def column_counts(self, rows: Int64Array) -> Int64Array:
+        """Block-table columns of each row, those given up included, int64."""
+        return self.next_cell[rows] - self.first_cell[rows]
 
     def flag(self, row: int, shared: bool) -> None:
         """Whether this row may append into a tail page that others hold too: its next extend then looks."""
@@ -201,40 +222,48 @@ class SequenceTable:
 
     def pages(self, row: int) -> Int64Array:
         """Virtual ids of the row's columns, int64, 0 where a column was given up."""
-        return self.block_table[row, : self.columns[row]].astype(np.int64)
+        return self.cells[row * self.row_width : self._next_cell[row]].astype(np.int64)
 
-    def set_pages(self, row: int, pages: NDArray[np.integer], front: int = 0) -> None:
+    def tail(self, row: int) -> int:
+        """Virtual id of the row's last column, which exists."""
+        return int(self.cells[self._next_cell[row] - 1])
+
+    def set_pages(self, row: int, pages: Int64Array, front: int = 0) -> None:
         """The row's columns are ``pages`` from now on; entries behind them must be 0 already."""
-        count = len(pages)
-        self.block_table[row, :count] = pages
-        self.columns[row], self.front[row] = count, front
-        self.dirty.add(np.arange(row * self.row_width, row * self.row_width + count))
+        first = row * self.row_width
+        self.cells[first : first + len(pages)] = pages
+        self._next_cell[row] = first + len(pages)
+        self._front[row] = front
+        self.dirty.add_range(first, first + len(pages))
 
     def cut(self, row: int, columns: int) -> Int64Array:
         """Takes away all columns from ``columns`` on; returns the virtual ids that were there, 0 left out."""
-        last = int(self.columns[row])
-        pages = self.block_table[row, columns:last].astype(np.int64)
-        self.block_table[row, columns:last] = 0
-        self.columns[row] = min(columns, last)
-        self.dirty.add(np.arange(row * self.row_width + columns, row * self.row_width + last))
-        return pages[pages > 0]
+        first, last = row * self.row_width + columns, self._next_cell[row]
+        if first >= last:
+            return np.empty(0, dtype=np.int64)
+        pages = self.cells[first:last].astype(np.int64)
+        self.cells[first:last] = 0
+        self._next_cell[row] = first
+        self.dirty.add_range(first, last)
+        return pages[pages > 0] if self._front[row] else pages
 
     def set_length(self, row: int, length: int) -> None:
         """Length, with nothing pending; the columns already fit it."""
-        self.state[:, row] = self.cursor_at(row, length), length, length, length
+        for scalar, value in zip(self._scalars, (self.cursor_at(row, length), length, length, length), strict=True):
+            scalar[row] = value
+        self.longest = max(self.longest, length)
 
     def cursor_at(self, row: int, length: int) -> int:
         """Virtual token slot of token ``length - 1`` of this row, -1 for length 0."""
         if length == 0 or self.row_width == 0:
             return -1
         column, offset = divmod(length - 1, self.page_tokens)
-        return int(self.block_table[row, column]) * self.page_tokens + offset
+        return int(self.cells[row * self.row_width + column]) * self.page_tokens + offset
 
     def set_cursors(self, rows: Int64Array) -> None:
         """Recomputes the cursor of each row from its length and columns."""
         if self.row_width == 0:
             return
         last = self.length[rows] - 1
-        column = np.maximum(last // self.page_tokens, 0)
-        cursor = self.block_table[rows, column].astype(np.int64) * self.page_tokens + last % self.page_tokens
-        self.cursor[rows] = np.where(last < 0, -1, cursor)
+        page = self.cells[np.maximum(self.next_cell[rows] - 1, 0)].astype(np.int64)
+        self.cursor[rows] = np.where(last < 0, -1, page * self.page_tokens + last % self.page_tokens)

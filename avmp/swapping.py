@@ -30,11 +30,11 @@ def plan_swap_out(ledger: Ledger, rows: Int64Array) -> Planned[Int64Array]:
 def _leave(ledger: Ledger, row: int) -> int:
     table, space = ledger.table, ledger.space
     handle = ledger.issue(SWAPPED)
-    pages = table.pages(row)
-    pages = pages[pages > 0]
+    columns = table.pages(row)
+    pages = columns[columns > 0]
     ledger.swapped[handle] = Swapped(
         length=int(table.length[row]),
-        columns=int(table.columns[row]),
+        columns=len(columns),
         front=int(table.front[row]),
         window=int(table.window[row]),
         has_slot=ledger.has_slots,

@@ -13,5 +13,5 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    aligned = [cells[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True))]
-    return f"| {' | '.join(aligned)} |"
+    numbers = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
+    return f"| {' | '.join([cells[0].ljust(widths[0]), *numbers])} |"

@@ -39,7 +39,7 @@ def _require(condition: bool | np.bool_, message: str) -> None:
 def _holders(ledger: Ledger) -> tuple[Int64Array, Int64Array]:
     """Virtual ids of pages and of slots, one entry for each reference that rows and snapshots hold."""
     rows = ledger.table.live_rows()
-    pages = [ledger.table.block_table[row, : ledger.table.columns[row]] for row in rows.tolist()]
+    pages = [ledger.table.pages(row) for row in rows.tolist()]
     pages += [snapshot.pages for snapshot in ledger.snapshots.values()]
     slots = [ledger.table.slot[rows], np.array([snapshot.slot for snapshot in ledger.snapshots.values()], np.int64)]
     held = np.concatenate([np.empty(0, dtype=np.int64), *pages]), np.concatenate(slots).astype(np.int64)
@@ -120,20 +120,21 @@ def _check_rows(ledger: Ledger) -> None:
     live[rows] = True
     _require(sorted(table._free) == np.flatnonzero(~live).tolist(), "free rows differ from rows without a handle")
     lengths = table.length
-    _require((table.columns[rows] == ledger.columns_for(lengths[rows])).all(), "columns differ from ceil(length / page_tokens)")
-    _require((lengths[rows] <= table.max_tokens).all(), "a sequence is longer than its row")
+    _require((table.column_counts(rows) == ledger.columns_for(lengths[rows])).all(), "columns differ from ceil(length / page_tokens)")
+    _require(lengths.max(initial=0) <= min(table.max_tokens, table.longest), "a sequence is longer than its row")
     columns = np.arange(table.row_width)
-    inside = (columns >= table.front[:, None]) & (columns < table.columns[:, None])
+    inside = (columns >= table.front[:, None]) & (columns < (table.next_cell - table.first_cell)[:, None])
     _require(((table.block_table > 0) == inside).all(), "a block-table row has pages outside its columns, or none inside")
     for row in rows.tolist():
         _require(table.cursor[row] == table.cursor_at(row, int(lengths[row])), f"row {row}: cursor differs from its last token")
-    _require(not (table.state[1:, ~live].any() or table.slot[~live].any()), "a row without a sequence holds something")
+    for array in (lengths, table.begin, table.mark, table.slot, table.front):
+        _require(not array[~live].any(), "a row without a sequence holds something")
     _require((table.slot[rows] > 0).all() if ledger.has_slots else not table.slot.any(), "sequences and slots differ")
     _require(table.flagged == np.count_nonzero(table.tail_shared), f"flagged {table.flagged}, counted otherwise")
     tail = lengths % table.page_tokens > 0
     _require(not (table.tail_shared & ~(tail & live)).any(), "a row without a partly filled tail is flagged")
     writers = Counter(
-        int(table.block_table[row, table.columns[row] - 1])
+        table.tail(row)
         for row in rows[tail[rows] & ~table.tail_shared[rows]].tolist()
         if table.row_width
     )
@@ -163,7 +164,8 @@ def _parts(ledger: Ledger) -> Iterable[NDArray[np.generic]]:
         for ticket in sorted(pool.tickets):
             yield np.concatenate([[ticket], *pool.tickets[ticket]])
     table = ledger.table
-    yield from (table.state, table.block_table, table.columns, table.front, table.slot, table.window)
+    yield from (table.cursor, table.length, table.begin, table.mark, table.next_cell, table.block_table)
+    yield from (table.front, table.slot, table.window)
     yield from (table.tail_shared, table.handle, table.generation, np.array(sorted(table._free), dtype=np.int64))
     for row in table.live_rows().tolist():
         yield np.array([h for h in table.history[row] if h in ledger.snapshots], dtype=np.int64)

@@ -113,7 +113,8 @@ class CountedPolicy(ABC):
     def impossible(self, token_counts: IntArray) -> NDArray[np.bool_]:
         """For each length, whether it does not fit even alone."""
         kv_units = self.units.kv_units(self._counts(token_counts))
-        return np.logical_not(self.holds(kv_units, self.units.state_per_sequence))
+        alone: NDArray[np.bool_] = np.asarray(self.holds(kv_units, self.units.state_per_sequence), dtype=np.bool_)
+        return ~alone
 
     def max_sequences(self, tokens: int) -> int:
         """How many sequences of this length an empty arena holds."""
@@ -171,6 +172,6 @@ class CountedPolicy(ABC):
     def _full(self, operation: str, kv_units: int, sequences: int) -> PolicyFull:
         state_units = sequences * self.units.state_per_sequence
         return PolicyFull(
-            f"{self.name}: {operation} wants {kv_units} KV and {state_units} state units for {sequences} new sequences; "
-            f"held: {self._kv_units} KV and {self._state_units} state units, {self._resident} of {self._rows} sequences"
+            f"{self.name}: {operation} wants {kv_units} KV and {state_units} state units, {sequences} sequences; held: "
+            f"{self._kv_units} KV and {self._state_units} state units, {self._resident} of {self._rows} sequences"
         )

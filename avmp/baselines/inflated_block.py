@@ -7,7 +7,7 @@ from typing import Any
 
 from avmp.baselines.counted import CountedPolicy, Units
 from avmp.baselines.protocol import PolicySetup
-from avmp.errors import ArenaTooSmall, InvalidArgument, Unsupported
+from avmp.errors import InvalidArgument, Unsupported
 from avmp.geometry import Geometry
 from avmp.units import ceil_div
 
@@ -87,12 +87,7 @@ class InflatedBlock(CountedPolicy):
             state_bytes=self.rule.block_bytes,
         )
         super().__init__("vllm", setup, units)
-        self.block_count = self.arena_bytes // self.rule.block_bytes - 1
-        if self.block_count < 1:
-            raise ArenaTooSmall(
-                f"policy vllm: an arena of {self.arena_bytes:,} B has no room for two blocks of "
-                f"{self.rule.block_bytes:,} B, one of which is the null block"
-            )
+        self.block_count = max(self.arena_bytes // self.rule.block_bytes - 1, 0)
 
     def holds(self, kv_units: Any, state_units: Any) -> Any:
         """``kv_units + state_units <= block_count``: a block serves either kind."""

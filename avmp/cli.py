@@ -1,0 +1,247 @@
+"""The command line: ``python -m avmp replay``, ``plan`` and ``env``.
+
+What is asked for goes to stdout, as a whole and only if all went well; everything else goes to stderr. Exit codes:
+0, 1 (a gate failed), 2 (bad usage or input, said in one line).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from avmp import __version__, options
+from avmp.baselines import POLICIES, make_policy
+from avmp.errors import AvmpError, InvalidArgument
+from avmp.geometry import CONVENTIONS, Geometry, require_count
+from avmp.layout import Layout
+from avmp.named_models import named_model
+from avmp.plan import format_plan, plan_memory
+from avmp.progress import progress_on
+from avmp.replay import ReplayResult, best_static, format_results, replay, setup_for
+from avmp.units import format_bytes
+from avmp.workloads import WORKLOADS, Trace, builtin_trace, read_trace
+
+DEFAULT_REQUESTS = 4000
+_BAD_INPUT = 2
+
+
+class _Parser(argparse.ArgumentParser):
+    """Complains in one line, the same way as everything else does."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InvalidArgument(f"{message} (see {self.prog} --help)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code."""
+    try:
+        arguments = _parser().parse_args(argv)
+        text: str = arguments.run(arguments)
+    except AvmpError as error:
+        return _complain(str(error))
+    except MemoryError as error:
+        return _complain(f"this machine has too little memory for the tables of such an arena: {error}")
+    return _print(text)
+
+
+def _complain(problem: str) -> int:
+    print(f"avmp: error: {' '.join(problem.split())}", file=sys.stderr)
+    return _BAD_INPUT
+
+
+def _print(text: str) -> int:
+    """Writes the answer. Whoever closes the pipe early has read enough of it."""
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        # A file name may hold what the terminal cannot show.
+        print(text.encode(encoding, "backslashreplace").decode(encoding))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more when it ends, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+# -- arguments -----------------------------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="avmp",
+        description="One arena for the KV pages and the state slots of hybrid models.",
+    )
+    parser.add_argument("--version", action="version", version=f"avmp {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_replay(commands)
+    _add_plan(commands)
+    _add_env(commands)
+    return parser
+
+
+def _add_command(commands: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    command.set_defaults(run=run)
+    command.add_argument("--json", action="store_true", help="print JSON instead of text")
+    return command
+
+
+def _add_replay(commands: Any) -> None:
+    command = _add_command(commands, "replay", _replay, "replay requests against memory policies, side by side")
+    source = command.add_mutually_exclusive_group()
+    source.add_argument("--workload", metavar="NAME", help=f"built-in: {', '.join(WORKLOADS)} (default sharegpt)")
+    source.add_argument("--trace", metavar="FILE", help="Azure LLM or BurstGPT CSV, Mooncake JSONL, ShareGPT JSON")
+    command.add_argument(
+        "--requests",
+        type=int,
+        metavar="N",
+        help=f"how many of a workload (default {DEFAULT_REQUESTS}), or the first N of a trace (default all)",
+    )
+    command.add_argument("--seed", type=int, metavar="N", help="for drawing a workload (default 0)")
+    _add_model(command, required=False)
+    command.add_argument("--memory", default="4GiB", metavar="SIZE", help="size of the arena (default 4GiB)")
+    command.add_argument(
+        "--policy", nargs="+", metavar="NAME", help=f"policies to replay, of {', '.join(POLICIES)} (default all)"
+    )
+    command.add_argument(
+        "--max-sequences",
+        type=int,
+        metavar="N",
+        help="at once under any policy (default: as many as there are requests, at most 4096)",
+    )
+    options.add_arguments(command)
+
+
+def _add_plan(commands: Any) -> None:
+    command = _add_command(commands, "plan", _plan, "what fits into an arena, under avmp's rule and under others'")
+    _add_model(command, required=True)
+    command.add_argument("--memory", required=True, metavar="SIZE", help="size of the arena, such as 8GiB")
+
+
+def _add_env(commands: Any) -> None:
+    _add_command(commands, "env", _env, "versions, devices and backend, for a bug report")
+
+
+def _add_model(command: argparse.ArgumentParser, required: bool) -> None:
+    default = "" if required else " (default jamba-v0.1)"
+    model = command.add_mutually_exclusive_group(required=required)
+    model.add_argument("--model", metavar="NAME", help=f"a named model{default}")
+    model.add_argument("--config", metavar="FILE", help="a model's config.json")
+    command.add_argument("--page-tokens", type=int, default=16, metavar="N", help="tokens per KV page (default 16)")
+    command.add_argument(
+        "--convention",
+        default="transformers",
+        metavar="NAME",
+        help=f"whose state shapes and dtypes: {' or '.join(CONVENTIONS)} (default transformers)",
+    )
+
+
+# -- commands: each returns what is to be printed --------------------------------------------------------------------
+
+
+def _replay(arguments: argparse.Namespace) -> str:
+    policies = list(dict.fromkeys(arguments.policy or POLICIES))
+    allocator_options = _allocator_options(arguments)
+    geometry, trace = _geometry(arguments), _trace(arguments)
+    layout = Layout.plan(geometry, arguments.memory)
+    setup = setup_for(trace, layout, allocator_options, arguments.max_sequences)
+    made = [make_policy(name, setup) for name in policies]
+    started = time.perf_counter()
+    with progress_on(sys.stderr, len(trace) * len(made)) as progress:
+        results = [replay(trace, policy, progress.part(policy.name, len(trace))) for policy in made]
+    seconds = time.perf_counter() - started
+    print(f"avmp: {len(trace):,} requests under {len(made)} policies in {seconds:.1f} s", file=sys.stderr)
+    return (_as_json if arguments.json else _as_text)(arguments, trace, layout, results)
+
+
+def _as_text(arguments: argparse.Namespace, trace: Trace, layout: Layout, results: list[ReplayResult]) -> str:
+    assert layout.geometry is not None
+    drawn = "" if arguments.trace else f", seed {arguments.seed or 0}"
+    skipped = f" ({trace.skipped:,} entries without one)" if trace.skipped else ""
+    return "\n".join(
+        [
+            f"{trace.name}: {len(trace):,} requests{skipped}{drawn}; {int(trace.prompt_tokens.sum()):,} prompt and "
+            f"{int(trace.output_tokens.sum()):,} output tokens",
+            f"{layout.geometry.describe()} ({arguments.convention} convention)",
+            f"arena of {format_bytes(layout.arena_bytes)}, {format_bytes(layout.null_bytes)} of it null area",
+            "",
+            format_results(results),
+        ]
+    )
+
+
+def _as_json(arguments: argparse.Namespace, trace: Trace, layout: Layout, results: list[ReplayResult]) -> str:
+    assert layout.geometry is not None
+    return _json(
+        {
+            "trace": trace.name,
+            "requests": len(trace),
+            "seed": None if arguments.trace else arguments.seed or 0,
+            "model": layout.geometry.name,
+            "convention": arguments.convention,
+            "page_tokens": layout.page_tokens,
+            "page_bytes": layout.page_total_bytes,
+            "slot_bytes": layout.slot_total_bytes,
+            "null_bytes": layout.null_bytes,
+            "arena_bytes": layout.arena_bytes,
+            "best_static": best_static(results),
+            "policies": [result.as_dict() for result in results],
+        }
+    )
+
+
+def _plan(arguments: argparse.Namespace) -> str:
+    plan = plan_memory(_geometry(arguments), arguments.memory)
+    return _json(plan.as_dict()) if arguments.json else format_plan(plan)
+
+
+def _env(arguments: argparse.Namespace) -> str:
+    from avmp.environment import collect, format_report
+
+    report = collect()
+    return _json(report) if arguments.json else format_report(report)
+
+
+def _json(value: dict[str, Any]) -> str:
+    return json.dumps(value, indent=2)
+
+
+def _geometry(arguments: argparse.Namespace) -> Geometry:
+    page_tokens, convention = arguments.page_tokens, arguments.convention
+    if arguments.config is not None:
+        return Geometry.from_config(arguments.config, page_tokens, convention)
+    return named_model(arguments.model or "jamba-v0.1", page_tokens=page_tokens, convention=convention)
+
+
+def _trace(arguments: argparse.Namespace) -> Trace:
+    if arguments.trace is None:
+        requests = DEFAULT_REQUESTS if arguments.requests is None else arguments.requests
+        return builtin_trace(arguments.workload or "sharegpt", requests, arguments.seed or 0)
+    if arguments.seed is not None:
+        raise InvalidArgument("--seed is for drawing a workload; a trace is replayed as it was recorded")
+    trace = read_trace(arguments.trace)
+    return trace if arguments.requests is None else _beginning(trace, require_count("--requests", arguments.requests))
+
+
+def _beginning(trace: Trace, requests: int) -> Trace:
+    """The first requests of a trace."""
+    return replace(
+        trace,
+        arrival_seconds=trace.arrival_seconds[:requests],
+        prompt_tokens=trace.prompt_tokens[:requests],
+        output_tokens=trace.output_tokens[:requests],
+        block_hashes=trace.block_hashes and trace.block_hashes[:requests],
+    )
+
+
+def _allocator_options(arguments: argparse.Namespace) -> options.Options:
+    for name in ("record_effects", "events"):
+        if getattr(arguments, name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise InvalidArgument(f"{flag}: nobody would read them in a replay, which never records any")
+    return options.from_arguments(arguments)
