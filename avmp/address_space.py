@@ -215,7 +215,8 @@ class AddressSpace:
         """The donor gives up what lies beyond ``extent``; returns how many live units had to move."""
         least = max(donor.floor, donor.pinned_extent(), needed)
         spare = int(donor.extent * self.options.hysteresis)
-        plan = plan_relocation(donor.free.mask(donor.extent), extent, least, spare)
+        donor.free.return_reserve()
+        plan = plan_relocation(donor.free.map[: donor.extent], extent, least, spare)
         virtual = donor.virtual_at(plan.sources)
         self.counters.units_given_up += donor.extent - plan.extent
         self._note_move(donor, virtual, plan.destinations)
@@ -240,7 +241,7 @@ class AddressSpace:
     def bind(self, pool: Pool, count: int, fresh: bool = True) -> Int64Array:
         """Hands out ``count`` units with one holder each: virtual ids, int64. Units that a copy is about to fill
         are not ``fresh``: they are not zeroed first."""
-        virtual = pool.take(count)
+        virtual = pool.take(count) if count != 1 else np.array([pool.take_one()], dtype=np.int64)
         if self.events is not None and count:
             self.events.append(Event("allocated", pool.kind, virtual, pool.physical[virtual].astype(np.int64)))
         if fresh and self.zeroed[pool.kind]:
@@ -248,9 +249,10 @@ class AddressSpace:
         self.note_use()
         return virtual
 
-    def note_use(self) -> None:
-        """Keeps the peak of the bytes in use."""
-        used = self.pages.live * self.pages.total_bytes + self.slots.live * self.slots.total_bytes
+    def note_use(self, more_bytes: int = 0) -> None:
+        """Keeps the peak of the bytes in use, ``more_bytes`` of which are about to be."""
+        pages, slots = self.pages, self.slots
+        used = pages.live * pages.total_bytes + slots.live * slots.total_bytes + more_bytes
         if used > self.counters.peak_used_bytes:
             self.counters.peak_used_bytes = used
 

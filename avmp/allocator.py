@@ -16,7 +16,7 @@ from avmp.effects import Launch, TableChanges
 from avmp.errors import ArenaTooSmall, Inconsistent, InvalidArgument, RowsExhausted, RowTooLong
 from avmp.geometry import Geometry
 from avmp.growth import Counts, Prefixes
-from avmp.handles import KIND_SHIFT, PAGE, Handles, Int64Array, as_counts
+from avmp.handles import KIND_SHIFT, PAGE, SLOT, Handles, Int64Array, as_count
 from avmp.layout import Layout
 from avmp.ledger import Ledger, Planned
 from avmp.operations import plan
@@ -79,10 +79,9 @@ class Allocator:
         tokens_per_page = layout.page_tokens
         self._offset_mask = tokens_per_page - 1 if tokens_per_page & (tokens_per_page - 1) == 0 else 0
         self._hot = layout.has_pages and disturbance is None and not self.options.debug
-        self._plain_takes = {
-            pool.kind: plain and disturbance is None and not self.options.debug
-            for pool, plain in zip(self._space.pools, self._space.plain.values(), strict=True)
-        }
+        quick = disturbance is None and not self.options.debug
+        self._quick_by_kind = {p.kind: p for p in self._space.pools if quick and self._space.plain[p.kind]}
+        self._quick_by_code = {PAGE if kind == "page" else SLOT: p for kind, p in self._quick_by_kind.items()}
 
     @property
     def _space(self) -> AddressSpace:
@@ -235,20 +234,19 @@ class Allocator:
     def take(self, kind: str, n: int | None = None) -> int | Int64Array:
         """``n`` pages or slots (``kind`` is ``"page"`` or ``"slot"``) that the caller's handles hold, int64; without
         ``n`` one of them, as an integer."""
-        if n is None and self._plain_takes.get(kind):  # type: ignore[call-overload]
-            pool = self._space.pages if kind == "page" else self._space.slots
-            if pool.free.count and not self._committing:
-                handle = pool.take_loose()
-                self._space.note_use()
-                return handle
+        if n is None:
+            pool = self._quick_by_kind.get(kind)  # type: ignore[call-overload]
+            if pool is not None and pool.free.count and not self._committing:
+                self._space.note_use(pool.total_bytes)
+                return pool.take_loose()
         handles: Int64Array = self._run("take", kind, 1 if n is None else n)
         return int(handles[0]) if n is None else handles
 
     def give(self, handles: Handles) -> None:
         """Gives back what ``take`` or ``retain`` holds; units that nobody else holds become free."""
-        if type(handles) is int:
-            pool = self._space.pages if handles >> KIND_SHIFT == PAGE else self._space.slots
-            if self._plain_takes[pool.kind] and not self._committing and pool.give_loose(handles):
+        if type(handles) is int and not self._committing:
+            pool = self._quick_by_code.get(handles >> KIND_SHIFT)
+            if pool is not None and pool.give_loose(handles):
                 return
         self._run("give", handles)
 
@@ -285,16 +283,16 @@ class Allocator:
 
     def max_sequences(self, tokens: int) -> int:
         """The largest n for which ``admit([tokens] * n)`` would succeed now."""
-        each = as_counts(tokens, 1, "max_sequences: tokens")
-        if int(each[0]) > self.max_tokens_per_sequence:
+        each = as_count(tokens, "max_sequences: tokens")
+        if each > self.max_tokens_per_sequence:
             return 0
-        pages, slots = int(self._ledger.columns_for(each)[0]), int(self.layout.has_slots)
+        pages, slots = self.layout.pages_per_sequence(each), int(self.layout.has_slots)
         return _largest(self._ledger.table.free_rows, lambda n: self._space.possible(n * pages, n * slots))
 
     def max_tokens(self, sequences: int = 1) -> int:
         """The largest t for which ``admit([t] * sequences)`` would succeed now; 0 also where not even empty
         sequences can be admitted (``fits`` tells)."""
-        count = int(as_counts(sequences, 1, "max_tokens: sequences")[0])
+        count = as_count(sequences, "max_tokens: sequences")
         slots = count * int(self.layout.has_slots)
         if count > self._ledger.table.free_rows or not self._space.possible(0, slots):
             return 0

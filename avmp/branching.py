@@ -8,7 +8,7 @@ import numpy as np
 
 from avmp.errors import InvalidArgument
 from avmp.growth import Counts, held_by
-from avmp.handles import SNAPSHOT, Int64Array, as_counts
+from avmp.handles import SNAPSHOT, Int64Array, as_count, as_counts
 from avmp.ledger import Ledger, Planned
 from avmp.sequences import Snapshot
 
@@ -23,7 +23,7 @@ def _tail(ledger: Ledger, row: int) -> bool:
 
 def plan_fork(ledger: Ledger, row: int, n: int = 1) -> Planned[Int64Array]:
     """``n`` new sequences equal to this one; yields their handles."""
-    count = int(as_counts(n, 1, "fork: n")[0])
+    count = as_count(n, "fork: n")
     ledger.require_rows("fork", count)
     pages = count if _tail(ledger, row) else 0
     return Planned(pages, count if ledger.has_slots else 0, lambda: _fork(ledger, row, count))
@@ -53,24 +53,30 @@ class _Likeness:
 def _bind_copies(ledger: Ledger, parents: list[int]) -> tuple[list[int], list[int]]:
     """A copy of each parent's partly filled tail (0 where there is none) and of its slot, one per child."""
     space, table = ledger.space, ledger.table
+    tails = slots = [0] * len(parents)
     tailed = [row for row in parents if _tail(ledger, row)]
-    old_tails = np.array([table.tail(row) for row in tailed], dtype=np.int64)
-    tails = space.bind(space.pages, len(tailed), fresh=False)
-    slots = space.bind(space.slots, len(parents) if ledger.has_slots else 0, fresh=False)
-    space.copy(space.pages, old_tails, tails)
-    if ledger.has_slots:
-        space.copy(space.slots, table.slot[parents], slots)
-    space.counters.tail_copies += len(tailed)
-    fresh = iter(tails.tolist())
-    return [next(fresh) if _tail(ledger, row) else 0 for row in parents], slots.tolist() or [0] * len(parents)
+    if tailed:
+        old = np.array([table.tail(row) for row in tailed], dtype=np.int64)
+        new = space.bind(space.pages, len(tailed), fresh=False)
+        space.copy(space.pages, old, new)
+        space.counters.tail_copies += len(tailed)
+        copies = iter(new.tolist())
+        tails = [next(copies) if _tail(ledger, row) else 0 for row in parents]
+    if ledger.has_slots and parents:
+        new = space.bind(space.slots, len(parents), fresh=False)
+        space.copy(space.slots, table.slot[parents], new)
+        slots = new.tolist()
+    return tails, slots
 
 
 def _be_like(ledger: Ledger, row: int, likeness: _Likeness, tail: int, slot: int) -> None:
     """This row, empty so far, shares the likeness's full pages and has a tail and a slot of its own."""
     table = ledger.table
-    shared = likeness.pages[:-1] if tail else likeness.pages
-    ledger.space.pages.share(shared[shared > 0])
-    table.set_pages(row, np.append(shared, tail) if tail else shared, likeness.front)
+    shared = likeness.pages[likeness.front : -1] if tail else likeness.pages[likeness.front :]
+    ledger.space.pages.share(shared)
+    table.set_pages(row, likeness.pages, likeness.front)
+    if tail:
+        table.cells[table.next_cell[row] - 1] = tail
     table.slot[row] = slot
     table.set_length(row, likeness.length)
     table.window[row], table.history[row] = likeness.window, likeness.history

@@ -45,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         text: str = arguments.run(arguments)
     except AvmpError as error:
         return _complain(str(error))
-    except MemoryError as error:
-        return _complain(f"this machine has too little memory for the tables of such an arena: {error}")
+    except MemoryError:
+        return _complain("this machine has too little memory for the tables of so large an arena")
     return _print(text)
 
 
@@ -57,15 +57,18 @@ def _complain(problem: str) -> int:
 
 def _print(text: str) -> int:
     """Writes the answer. Whoever closes the pipe early has read enough of it."""
+    code = 0
     encoding = sys.stdout.encoding or "utf-8"
     try:
         # A file name may hold what the terminal cannot show.
         print(text.encode(encoding, "backslashreplace").decode(encoding))
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            code = _complain(f"stdout cannot be written: {error.strerror}")
         # The interpreter flushes stdout once more when it ends, and would complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+    return code
 
 
 # -- arguments -----------------------------------------------------------------------------------------------------

@@ -6,20 +6,20 @@ their final values are uploaded once, after all data effects.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 Operation: TypeAlias = Literal["move", "copy", "zero", "poison", "swap_out", "swap_in"]
+Kind: TypeAlias = Literal["page", "slot"]
 Int64Array: TypeAlias = NDArray[np.int64]
 
-_NONE: Int64Array = np.empty(0, dtype=np.int64)
+NOTHING: Int64Array = np.empty(0, dtype=np.int64)
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """One kernel launch over units of one pool; no byte that it writes for one unit is read or written for another.
 
     ``sources`` and ``destinations`` are physical ids, int64 ``[units]``. ``zero`` and ``poison`` have no sources.
@@ -28,7 +28,7 @@ class Launch:
     """
 
     operation: Operation
-    pool: Literal["page", "slot"]
+    pool: Kind
     sources: Int64Array
     destinations: Int64Array
     swapped: int = 0
@@ -52,68 +52,62 @@ class TableChanges:
         return len(self.page_ids) + len(self.slot_ids) + len(self.cells)
 
 
-@dataclass
-class _Open:
-    """A launch that may still take more units."""
-
-    operation: Operation
-    pool: Literal["page", "slot"]
-    swapped: int
-    sources: list[Int64Array] = field(default_factory=list)
-    destinations: list[Int64Array] = field(default_factory=list)
-    read: set[int] = field(default_factory=set)
-    written: set[int] = field(default_factory=set)
-
-    def add(self, sources: Int64Array, destinations: Int64Array, read: set[int], written: set[int]) -> None:
-        self.sources.append(sources)
-        self.destinations.append(destinations)
-        self.read |= read
-        self.written |= written
-
-    def close(self) -> Launch:
-        return Launch(
-            self.operation, self.pool, np.concatenate(self.sources), np.concatenate(self.destinations), self.swapped
-        )
-
-
 class EffectList:
-    """Data effects in program order, merged into as few launches as the hazards allow."""
+    """Data effects in program order. Merging them into few launches is left to ``drain``."""
 
     def __init__(self) -> None:
-        self._launches: list[_Open] = []
+        self._effects: list[Launch] = []
 
     def __len__(self) -> int:
-        return len(self._launches)
+        return len(self._effects)
 
     def add(
         self,
         operation: Operation,
-        pool: Literal["page", "slot"],
-        sources: Int64Array = _NONE,
-        destinations: Int64Array = _NONE,
+        pool: Kind,
+        sources: Int64Array = NOTHING,
+        destinations: Int64Array = NOTHING,
         swapped: int = 0,
     ) -> None:
-        """Appends one effect. It joins the last launch if that is of the same kind and no unit written by one of
-        the two is read or written by the other. A move never joins: the pools overlap in bytes, and a moved unit
-        may land where another pool's unit was just read."""
-        if not len(sources) and not len(destinations):
-            return
-        read = set() if operation in ("zero", "poison", "swap_in") else set(sources.tolist())
-        written = set() if operation == "swap_out" else set(destinations.tolist())
-        last = self._launches[-1] if self._launches else None
-        if (
-            last is None
-            or operation == "move"
-            or (last.operation, last.pool, last.swapped) != (operation, pool, swapped)
-            or not written.isdisjoint(last.written)
-            or not written.isdisjoint(last.read)
-            or not read.isdisjoint(last.written)
-        ):
-            last = _Open(operation, pool, swapped)
-            self._launches.append(last)
-        last.add(sources, destinations, read, written)
+        """Appends one effect; one without units is left out."""
+        if len(destinations):
+            self._effects.append(Launch(operation, pool, sources, destinations, swapped))
 
     def drain(self) -> list[Launch]:
-        """All launches so far, in order; the list is empty afterwards."""
-        launches, self._launches = self._launches, []
-        return [launch.close() for launch in launches]
+        """All effects so far as launches, in order; the list is empty afterwards."""
+        effects, self._effects = self._effects, []
+        return merge(effects)
+
+
+def merge(effects: list[Launch]) -> list[Launch]:
+    """Effects as launches. One joins the launch before it if both are of one kind and no unit written by one of the
+    two is read or written by the other. A move never joins and is never joined: the pools overlap in bytes, and a
+    moved unit may land where another pool's unit was just read."""
+    launches: list[list[Launch]] = []
+    read: set[int] = set()
+    written: set[int] = set()
+    for effect in effects:
+        reads = set() if effect.operation == "swap_in" else set(effect.sources.tolist())
+        writes = set() if effect.operation == "swap_out" else set(effect.destinations.tolist())
+        last = launches[-1][0] if launches else None
+        if (
+            last is None
+            or effect.operation == "move"
+            or (last.operation, last.pool, last.swapped) != (effect.operation, effect.pool, effect.swapped)
+            or not writes.isdisjoint(read | written)
+            or not reads.isdisjoint(written)
+        ):
+            launches.append([])
+            read, written = set(), set()
+        launches[-1].append(effect)
+        read |= reads
+        written |= writes
+    return [_joined(launch) for launch in launches]
+
+
+def _joined(launch: list[Launch]) -> Launch:
+    if len(launch) == 1:
+        return launch[0]
+    sources = np.concatenate([effect.sources for effect in launch])
+    destinations = np.concatenate([effect.destinations for effect in launch])
+    return launch[0]._replace(sources=sources, destinations=destinations)

@@ -8,10 +8,10 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from avmp.effects import NOTHING
 from avmp.errors import InvalidArgument
 from avmp.handles import Handles, Int64Array, as_counts, as_handles
 from avmp.ledger import Ledger, Planned
-from avmp.page_pool import NOTHING
 from avmp.sequences import NO_WINDOW
 
 Counts: TypeAlias = "int | Iterable[int] | NDArray[np.integer]"
@@ -80,6 +80,8 @@ def _start(ledger: Ledger, item: None | int | Prefix) -> Start:
         return start
     pages = ledger.space.pages.resolve(as_handles(prefix.pages))
     columns = len(snapshot.pages)
+    if len(np.unique(pages)) != len(pages):
+        raise InvalidArgument("prefix: a page is named twice")
     if len(pages) != columns:
         raise InvalidArgument(
             f"prefix: {len(pages)} pages, but the snapshot's position {snapshot.position} needs exactly {columns}"
@@ -93,6 +95,8 @@ def _start_from_pages(ledger: Ledger, prefix: Prefix) -> Start:
     if prefix.pages is None:
         return _EMPTY
     pages = ledger.space.pages.resolve(as_handles(prefix.pages))
+    if len(np.unique(pages)) != len(pages):
+        raise InvalidArgument("prefix: a page is named twice")
     return Start(len(pages) * ledger.page_tokens, pages, None)
 
 

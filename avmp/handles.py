@@ -53,6 +53,13 @@ def as_handles(handles: Handles) -> Int64Array:
     return np.atleast_1d(handles).astype(np.int64, copy=False)
 
 
+def as_count(count: int, what: str) -> int:
+    """One count. Raises InvalidArgument unless it is an integer of 0 or more."""
+    if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 0:
+        raise InvalidArgument(f"{what}: expected an integer of 0 or more, got {count!r}")
+    return int(count)
+
+
 def as_counts(counts: int | Iterable[int] | NDArray[np.integer], rows: int, what: str) -> Int64Array:
     """A count for each of ``rows`` rows, int64 ``[rows]``, from one integer or as many as there are rows.
 

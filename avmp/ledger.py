@@ -16,7 +16,7 @@ from avmp.sequences import SequenceTable, Snapshot, Swapped
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Planned(Generic[Result]):
     """An operation that has been checked and counted, and has changed nothing yet.
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from avmp.address_space import AddressSpace
 from avmp.errors import InvalidArgument, StaleHandle
-from avmp.handles import KIND_SHIFT, PAGE, SLOT, Int64Array, as_counts, describe_handle
+from avmp.handles import KIND_SHIFT, PAGE, SLOT, Int64Array, as_count, describe_handle
 from avmp.ledger import Ledger, Planned
 from avmp.page_pool import Pool
 
@@ -48,7 +48,7 @@ def by_pool(space: AddressSpace, handles: Int64Array) -> list[Units]:
 def plan_take(ledger: Ledger, kind: str, n: int = 1) -> Planned[Int64Array]:
     """``n`` units of a kind, held by handles; yields those."""
     pool = pool_of(ledger.space, kind)
-    count = int(as_counts(n, 1, "take: n")[0])
+    count = as_count(n, "take: n")
 
     def commit() -> Int64Array:
         virtual = ledger.space.bind(pool, count)

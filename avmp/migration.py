@@ -34,11 +34,22 @@ def plan_relocation(
     so that fewer than ``least`` remain. The caller has made sure that ``extent`` holds all live units.
     """
     sources = np.flatnonzero(~free[extent:]) + extent
-    destinations = np.flatnonzero(free[:extent])[: len(sources)]
-    floor = extent if least is None else least
-    window = free[max(extent - spare_units, floor, 0) : extent].copy()
-    inside = destinations[destinations >= extent - len(window)] - (extent - len(window))
-    window[inside] = False
-    taken = window[::-1]
-    spare = len(taken) if taken.all() else int(taken.argmin())
+    destinations = _lowest(free[:extent], len(sources))
+    begin = max(extent - spare_units, extent if least is None else least, 0)
+    window = free[begin:extent].copy()
+    window[destinations[destinations >= begin] - begin] = False
+    window = window[::-1]
+    spare = len(window) if window.all() else int(window.argmin())
     return Relocation(extent - spare, sources, destinations)
+
+
+def _lowest(free: NDArray[np.bool_], count: int) -> Int64Array:
+    """The ``count`` lowest free ranks, which exist. Looks no further than it has to."""
+    found, window = [np.empty(0, dtype=np.int64)], max(4096, 2 * count)
+    start = 0
+    while count > 0:
+        ranks = np.flatnonzero(free[start : start + window])[:count] + start
+        found.append(ranks)
+        count -= len(ranks)
+        start += window
+    return np.concatenate(found)

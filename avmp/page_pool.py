@@ -7,12 +7,13 @@ change. Everything outside this file and the effects speaks of virtual ids.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from avmp.dirty_entries import DirtyEntries
+from avmp.effects import NOTHING, Kind
 from avmp.errors import StaleHandle
 from avmp.free_ranks import FreeRanks
 from avmp.handles import (
@@ -26,10 +27,7 @@ from avmp.handles import (
     make_handle,
 )
 
-Kind: TypeAlias = Literal["page", "slot"]
 Int32Array: TypeAlias = NDArray[np.int32]
-
-NOTHING: Int64Array = np.empty(0, dtype=np.int64)
 
 
 class Pool:
@@ -137,9 +135,9 @@ class Pool:
         virtual = handle & ID_MASK
         if (
             not 0 < virtual <= self.capacity
-            or handle >> 32 != self._base >> 32 | self._generation[virtual] & GENERATION_MASK
-            or self._loose[virtual] != 1
             or self._references[virtual] != 1
+            or self._loose[virtual] != 1
+            or handle != self._base | (self._generation[virtual] & GENERATION_MASK) << 32 | virtual
         ):
             return False
         self._loose[virtual] = 0

@@ -14,6 +14,9 @@ All requests are in the queue from the start, whatever their arrival times: the 
 done under load. A request that could never be held, not even alone, is refused before the first step. No request
 waits for ever: the running request that arrived first is never preempted as long as others run, and alone it fits.
 The longest sequence that the model is made for plays no part.
+
+Admission looks at prompts and not at what outputs will take, as engines do. Without preemptions a policy that can
+hold more never completes less; with them it may, now and then, by admitting what it has to preempt.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from avmp.handles import (
     Int64Array,
     as_handles,
     describe_handle,
+    make_handle,
 )
 
 Rows: TypeAlias = "slice | Int64Array"
@@ -179,9 +180,10 @@ class SequenceTable:
 
     def occupy(self, count: int) -> Int64Array:
         """Takes the ``count`` lowest free rows, int64, and gives each a new handle. There are enough."""
-        rows = np.array([heapq.heappop(self._free) for _ in range(count)], dtype=np.int64)
-        self.handle[rows] = SEQUENCE << KIND_SHIFT | (self.generation[rows] & GENERATION_MASK).astype(np.int64) << 32 | rows
-        return rows
+        rows = [heapq.heappop(self._free) for _ in range(count)]
+        for row in rows:
+            self._handle[row] = make_handle(SEQUENCE, row, self._generation[row] & GENERATION_MASK)
+        return np.array(rows, dtype=np.int64)
 
     def vacate(self, row: int) -> Int64Array:
         """The row's sequence is gone: its handle is stale and its table entries are 0. Returns the virtual ids of
