@@ -130,7 +130,7 @@ class Allocator:
         count = len(full)
         if table.longest >= table.max_tokens:
             table.longest = int(table.length.max())
-            self._ledger.require_width("extend", length)
+            self._ledger.require_width("extend", int(length.max(initial=0)))
         if count:
             if count > space.pages.free.count:
                 space.require("extend", count, 0)

@@ -15,7 +15,7 @@ from avmp.sequences import Snapshot
 
 def _tail(ledger: Ledger, row: int) -> bool:
     """Whether the row's last page is partly filled."""
-    return ledger.has_pages and int(ledger.table.length[row]) % ledger.page_tokens > 0
+    return ledger.has_pages and ledger.table.length_of(row) % ledger.page_tokens > 0
 
 
 # -- fork ----------------------------------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ class _Likeness:
     def __init__(self, ledger: Ledger, row: int) -> None:
         table = ledger.table
         self.pages, self.slot = table.pages(row), int(table.slot[row])
-        self.length, self.front, self.window = int(table.length[row]), int(table.front[row]), int(table.window[row])
+        self.length, self.front, self.window = table.length_of(row), int(table.front[row]), int(table.window[row])
         self.flagged, self.history = bool(table.tail_shared[row]), table.history[row]
 
 
@@ -254,7 +254,7 @@ def _require_front(ledger: Ledger, row: int, position: int) -> None:
 def _go_back(ledger: Ledger, row: int, position: int, snapshot: Snapshot | None) -> None:
     table, space = ledger.table, ledger.space
     history = tuple(h for h in live_history(ledger, row) if ledger.snapshots[h].position <= position)
-    columns = int(ledger.columns_for(np.array([position]))[0])
+    columns = ledger.columns_for(position)
     space.drop(space.pages, table.cut(row, columns))
     if position:
         table.front[row] = min(int(table.front[row]), columns)

@@ -70,7 +70,7 @@ class FreeRanks:
         """All of ``ranks`` (distinct, at least one) are free again."""
         self.map[ranks] = True
         self.count += len(ranks)
-        self.hint = min(self.hint, int(ranks.min()))
+        self.hint = min(self.hint, int(ranks[ranks.argmin()]))
 
     def open(self, begin: int, end: int) -> None:
         """The extent grew: ranks ``begin`` to ``end - 1`` are new and free."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
-
-import numpy as np
+from typing import Generic, TypeVar, overload
 
 from avmp.address_space import AddressSpace
 from avmp.errors import RowsExhausted, RowTooLong, StaleHandle
@@ -34,7 +32,11 @@ class Planned(Generic[Result]):
 
 @dataclass
 class Ledger:
-    """The address space, the sequences in it, and what outlives a sequence."""
+    """The address space, the sequences in it, and what outlives a sequence.
+
+    ``has_pages`` and ``has_slots`` tell whether the model has attention and state layers; ``max_tokens`` is what one
+    sequence can have.
+    """
 
     space: AddressSpace
     table: SequenceTable
@@ -42,24 +44,17 @@ class Ledger:
     swapped: dict[int, Swapped] = field(default_factory=dict)
     issued: int = 0
 
-    @property
-    def has_pages(self) -> bool:
-        """Whether the model has attention layers."""
-        return bool(self.space.layout.page_bytes)
+    def __post_init__(self) -> None:
+        self.has_pages, self.has_slots = self.space.layout.has_pages, self.space.layout.has_slots
+        self.page_tokens, self.max_tokens = self.table.page_tokens, self.table.max_tokens
 
-    @property
-    def has_slots(self) -> bool:
-        """Whether the model has state layers."""
-        return bool(self.space.layout.slot_bytes)
-
-    @property
-    def page_tokens(self) -> int:
-        """Tokens per page."""
-        return self.table.page_tokens
-
-    def columns_for(self, tokens: Int64Array) -> Int64Array:
-        """Block-table columns for that many tokens each, int64: ``ceil(tokens / page_tokens)``."""
-        return -(-tokens // self.page_tokens) if self.has_pages else np.zeros_like(tokens)
+    @overload
+    def columns_for(self, tokens: int) -> int: ...
+    @overload
+    def columns_for(self, tokens: Int64Array) -> Int64Array: ...
+    def columns_for(self, tokens: int | Int64Array) -> int | Int64Array:
+        """Block-table columns for that many tokens: ``ceil(tokens / page_tokens)``, 0 without attention layers."""
+        return -(-tokens // self.page_tokens) if self.has_pages else tokens * 0
 
     def issue(self, kind: int) -> int:
         """A handle for a new snapshot or swapped sequence."""
@@ -93,13 +88,7 @@ class Ledger:
                 "release sequences, or make the allocator with more rows"
             )
 
-    def require_width(self, operation: str, tokens: Int64Array) -> None:
-        """Raises RowTooLong if any of these lengths exceeds what a block-table row holds."""
-        longest = int(tokens.max(initial=0))
+    def require_width(self, operation: str, longest: int) -> None:
+        """Raises RowTooLong if a length of ``longest`` tokens exceeds what a block-table row holds."""
         if longest > self.max_tokens:
             raise RowTooLong(f"{operation}: {longest} tokens in one sequence, a row holds {self.max_tokens} at most")
-
-    @property
-    def max_tokens(self) -> int:
-        """Tokens that one sequence can have: whole pages, or as given where there are none."""
-        return self.table.max_tokens

@@ -108,7 +108,8 @@ class Pool:
         ranks = self.free.take(count)
         self.spare -= count
         virtual = self.unbound[self.spare : self.spare + count].astype(np.int64)
-        self.physical[virtual] = self.origin - ranks if self.step < 0 else self.origin + ranks
+        physical = self.origin - ranks if self.step < 0 else self.origin + ranks
+        self.physical[virtual] = physical.astype(np.int32)
         self.references[virtual] = 1
         self.live += count
         self.dirty.add(virtual)
@@ -181,7 +182,7 @@ class Pool:
         return int(np.count_nonzero(self.references[ids] == counts))
 
     def _free(self, virtual: Int64Array) -> Int64Array:
-        physical = self.physical[virtual]
+        physical = self.physical[virtual].astype(np.int64)
         self.physical[virtual] = 0
         self.references[virtual] = 0
         self.generation[virtual] += 1
@@ -190,7 +191,7 @@ class Pool:
         self.unbound[self.spare : self.spare + len(virtual)] = virtual
         self.spare += len(virtual)
         self.dirty.add(virtual)
-        return physical.astype(np.int64)
+        return physical
 
     # -- handles ---------------------------------------------------------------------------------------------------
 

@@ -102,8 +102,10 @@ class SequenceTable:
         self._free = list(range(max_rows))
         self._known: dict[bytes, Rows] = {}
         # Scalar access through a memoryview costs a third of what it costs through numpy.
-        self._scalars = [memoryview(a) for a in (self.cursor, self.length, self.begin, self.mark)]
-        self._next_cell, self._front, self._slot = (memoryview(a) for a in (self.next_cell, self.front, self.slot))
+        self._cursor, self._length = memoryview(self.cursor), memoryview(self.length)
+        self._begin, self._mark = memoryview(self.begin), memoryview(self.mark)
+        self._next_cell, self._front = memoryview(self.next_cell), memoryview(self.front)
+        self._slot, self._window = memoryview(self.slot), memoryview(self.window)
         self._handle, self._generation = memoryview(self.handle), memoryview(self.generation)
 
     @property
@@ -130,6 +132,8 @@ class SequenceTable:
             row = self.row(sequences)
             return slice(row, row + 1)
         handles = sequences if isinstance(sequences, np.ndarray) else as_handles(sequences)
+        if len(handles) == 1 and handles.ndim == 1:
+            return self.rows(handles[0])
         key = handles.tobytes()
         known = self._known.get(key)
         if known is None or handles.dtype != np.int64:
@@ -155,6 +159,8 @@ class SequenceTable:
     def row(self, sequence: int | np.integer) -> int:
         """The row of one live sequence; raises as ``rows`` does."""
         handle = int(sequence)
+        if handle != sequence:
+            raise InvalidArgument(f"{sequence!r}: expected the integer handle of a sequence")
         row = handle & ID_MASK
         if handle <= 0 or row >= self.max_rows or self._handle[row] != handle:
             raise StaleHandle(self._explain(handle))
@@ -199,10 +205,9 @@ class SequenceTable:
 
     def reset(self, row: int) -> None:
         """An empty sequence in this row, whose columns are gone already: no tokens, no history. The slot stays."""
-        for scalar, value in zip(self._scalars, (-1, 0, 0, 0), strict=True):
-            scalar[row] = value
-        self._front[row] = 0
-        self.window[row] = NO_WINDOW
+        self._cursor[row] = -1
+        self._length[row] = self._begin[row] = self._mark[row] = self._front[row] = 0
+        self._window[row] = NO_WINDOW
         self.history[row] = ()
         if self.flagged:
             self.flag(row, False)
@@ -249,11 +254,37 @@ class SequenceTable:
         self.dirty.add_range(first, last)
         return pages[pages > 0] if self._front[row] else pages
 
+    def length_of(self, row: int) -> int:
+        """Tokens in this row."""
+        return self._length[row]
+
+    def column_count(self, row: int) -> int:
+        """Block-table columns of this row, those given up included."""
+        return self._next_cell[row] - row * self.row_width
+
+    def append_pages(self, row: int, pages: Int64Array) -> None:
+        """More columns for this row."""
+        first = self._next_cell[row]
+        self.cells[first : first + len(pages)] = pages
+        self._next_cell[row] = first + len(pages)
+        self.dirty.add_range(first, first + len(pages))
+
+    def grow_length(self, row: int, length: int) -> None:
+        """More tokens, which are pending; the columns already fit. Where `batch` has taken up what was pending, a
+        new step begins."""
+        if self._mark[row] == self._length[row]:
+            self._begin[row] = self._mark[row]
+        self._cursor[row] = self.cursor_at(row, length)
+        self._length[row] = length
+        if length > self.longest:
+            self.longest = length
+
     def set_length(self, row: int, length: int) -> None:
         """Length, with nothing pending; the columns already fit it."""
-        for scalar, value in zip(self._scalars, (self.cursor_at(row, length), length, length, length), strict=True):
-            scalar[row] = value
-        self.longest = max(self.longest, length)
+        self._cursor[row] = self.cursor_at(row, length)
+        self._length[row] = self._begin[row] = self._mark[row] = length
+        if length > self.longest:
+            self.longest = length
 
     def cursor_at(self, row: int, length: int) -> int:
         """Virtual token slot of token ``length - 1`` of this row, -1 for length 0."""
