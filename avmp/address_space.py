@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from avmp.effects import EffectList
 from avmp.errors import OutOfMemory, Shortage
-from avmp.handles import Int64Array
+from avmp.handles import ID_MASK, Int64Array
 from avmp.layout import Layout
 from avmp.migration import plan_relocation
 from avmp.options import Options
@@ -38,7 +38,8 @@ class Counters:
 
     ``attempts`` counts, by outcome, the allocations that the free units of the pools could not serve:
     ``"gap"`` (served from the gap), ``"retracted"`` (the other pool gave up free units only), ``"relocated"`` (live
-    units moved out of the way), and ``"refused: …"`` with the reason of the ``OutOfMemory``.
+    units moved out of the way), and ``"refused: …"`` with the reason of the ``OutOfMemory``. ``peak_used_bytes`` is
+    brought up to date by every operation but the taking of a single unit, and by ``stats``.
     """
 
     attempts: Counter[str] = field(default_factory=Counter)
@@ -87,7 +88,6 @@ class AddressSpace:
         for pool, floor in ((self.pages, options.floor_pages), (self.slots, options.floor_slots)):
             pool.floor = min(floor, pool.capacity)
             pool.grow(pool.floor)
-            pool.dirty.set_enabled(options.record_effects)
         zeroed: dict[Kind, bool] = {"page": options.zero_pages, "slot": options.zero_slots}
         self.zeroed = {kind: zero and options.record_effects for kind, zero in zeroed.items()}
         self.poisons = options.poison and options.record_effects
@@ -241,7 +241,7 @@ class AddressSpace:
     def bind(self, pool: Pool, count: int, fresh: bool = True) -> Int64Array:
         """Hands out ``count`` units with one holder each: virtual ids, int64. Units that a copy is about to fill
         are not ``fresh``: they are not zeroed first."""
-        virtual = pool.take(count) if count != 1 else np.array([pool.take_one()], dtype=np.int64)
+        virtual = pool.take(count) if count != 1 else np.array([pool.take_one() & ID_MASK], dtype=np.int64)
         if self.events is not None and count:
             self.events.append(Event("allocated", pool.kind, virtual, pool.physical[virtual].astype(np.int64)))
         if fresh and self.zeroed[pool.kind]:
@@ -249,10 +249,10 @@ class AddressSpace:
         self.note_use()
         return virtual
 
-    def note_use(self, more_bytes: int = 0) -> None:
-        """Keeps the peak of the bytes in use, ``more_bytes`` of which are about to be."""
+    def note_use(self) -> None:
+        """Keeps the peak of the bytes in use."""
         pages, slots = self.pages, self.slots
-        used = pages.live * pages.total_bytes + slots.live * slots.total_bytes + more_bytes
+        used = pages.live * pages.total_bytes + slots.live * slots.total_bytes
         if used > self.counters.peak_used_bytes:
             self.counters.peak_used_bytes = used
 

@@ -72,7 +72,7 @@ class Allocator:
         tokens = _longest(layout, self.options, max_tokens_per_sequence)
         width = layout.pages_per_sequence(tokens)
         table = SequenceTable(max_rows, width, layout.page_tokens, width * layout.page_tokens or tokens)
-        table.dirty.set_enabled(self.options.record_effects)
+        table.dirty.enabled = self.options.record_effects
         self._ledger = Ledger(AddressSpace(layout, self.options, disturbance), table)
         self._owner = threading.get_ident()
         self._committing = False
@@ -237,8 +237,7 @@ class Allocator:
         if n is None:
             pool = self._quick_by_kind.get(kind)  # type: ignore[call-overload]
             if pool is not None and pool.free.count and not self._committing:
-                self._space.note_use(pool.total_bytes)
-                return pool.take_loose()
+                return pool.take_one(1)
         handles: Int64Array = self._run("take", kind, 1 if n is None else n)
         return int(handles[0]) if n is None else handles
 
@@ -334,7 +333,7 @@ class Allocator:
         """What the device has to do since the last call: data effects in order, then the final values of all table
         entries that changed."""
         space, table = self._space, self._ledger.table
-        pages, slots, cells = space.pages.dirty.drain(), space.slots.dirty.drain(), table.dirty.drain()
+        pages, slots, cells = space.pages.drain_dirty(), space.slots.drain_dirty(), table.dirty.drain()
         changes = TableChanges(
             page_ids=pages,
             page_values=space.pages.physical[pages],

@@ -64,7 +64,7 @@ def _bind_copies(ledger: Ledger, parents: list[int]) -> tuple[list[int], list[in
         tails = [next(copies) if _tail(ledger, row) else 0 for row in parents]
     if ledger.has_slots and parents:
         new = space.bind(space.slots, len(parents), fresh=False)
-        space.copy(space.slots, table.slot[parents], new)
+        space.copy(space.slots, table.slot[np.array(parents)], new)
         slots = new.tolist()
     return tails, slots
 

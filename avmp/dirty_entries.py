@@ -1,4 +1,4 @@
-"""Which entries of a table have to be uploaded."""
+"""Which entries of a large table have to be uploaded."""
 
 from __future__ import annotations
 
@@ -9,27 +9,20 @@ from numpy.typing import NDArray
 class DirtyEntries:
     """A set of table entries whose values have to be uploaded, kept as a log that is folded when it grows long.
 
-    Between two folds it logs at most as many entries as the table has. Recording can be switched off where there is
-    no device.
+    Between two folds it logs at most as many entries as the table has. Where there is no device, ``enabled`` is
+    False and nothing is logged.
     """
 
-    __slots__ = ("_arrays", "_logged", "_ranges", "_singles", "add_one", "enabled", "size")
+    __slots__ = ("_arrays", "_logged", "_ranges", "enabled", "size")
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._logged = 0
-        self.set_enabled(True)
-
-    def set_enabled(self, enabled: bool) -> None:
-        """Starts or stops recording; what was recorded is forgotten."""
-        self.enabled = enabled
-        self._arrays: list[NDArray[np.integer]] = []
+        self.enabled = True
+        self._arrays: list[NDArray[np.int64]] = []
         self._ranges: list[tuple[int, int]] = []
-        self._singles: list[int] = []
         self._logged = 0
-        self.add_one = self._record_one if enabled else _ignore
 
-    def add(self, entries: NDArray[np.integer]) -> None:
+    def add(self, entries: NDArray[np.int64]) -> None:
         """Marks entries; they may repeat. The array belongs to the log from now on."""
         if self.enabled:
             self._arrays.append(entries)
@@ -41,31 +34,20 @@ class DirtyEntries:
             self._ranges.append((begin, end))
             self._count(end - begin)
 
-    def _record_one(self, entry: int) -> None:
-        self._singles.append(entry)
-        if len(self._singles) > self.size:
-            self._fold()
+    def drain(self) -> NDArray[np.int64]:
+        """The marked entries, int64, ascending and unique; none is marked afterwards."""
+        if not (self._arrays or self._ranges):
+            return np.empty(0, dtype=np.int64)
+        self._fold()
+        return self._arrays.pop()
 
     def _count(self, entries: int) -> None:
         self._logged += entries
         if self._logged > self.size:
             self._fold()
 
-    def drain(self) -> NDArray[np.int64]:
-        """The marked entries, int64, ascending and unique; none is marked afterwards."""
-        if not (self._arrays or self._ranges or self._singles):
-            return np.empty(0, dtype=np.int64)
-        self._fold()
-        entries = self._arrays.pop().astype(np.int64)
-        return entries
-
     def _fold(self) -> None:
         ranges = [np.arange(begin, end) for begin, end in self._ranges]
-        logged = [*self._arrays, *ranges, np.array(self._singles, dtype=np.int64)]
-        self._arrays, self._ranges, self._singles = [np.unique(np.concatenate(logged))], [], []
+        self._arrays, self._ranges = [np.unique(np.concatenate([*self._arrays, *ranges]))], []
         # Only what is added from now on counts towards the next fold, else a full set would fold every time.
         self._logged = 0
-
-
-def _ignore(entry: int) -> None:
-    """Recording is off."""

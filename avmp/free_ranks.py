@@ -43,8 +43,8 @@ class FreeRanks:
         if not self.top:
             self._fill(self._collect(self.refill))
         self.count -= 1
-        self.top -= 1
-        return self._reserve[self.top]
+        self.top = top = self.top - 1
+        return self._reserve[top]
 
     def take(self, count: int) -> NDArray[np.int64]:
         """``count`` ranks, int64. The caller has made sure that ``count <= self.count``; it reads the answer before
@@ -116,7 +116,7 @@ class FreeRanks:
         window = max(_FIRST_WINDOW, 2 * wanted)
         start = self._bytes.find(1, self.hint)
         while start >= 0 and wanted > 0:
-            ranks = np.flatnonzero(self.map[start : start + window])[:wanted] + start
+            ranks = (self.map[start : start + window]).nonzero()[0][:wanted] + start
             self.map[ranks] = False
             found.append(ranks)
             wanted -= len(ranks)

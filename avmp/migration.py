@@ -33,7 +33,7 @@ def plan_relocation(
     band are given up as well where they are free (a shortage seldom comes alone, and they cost nothing), but never
     so that fewer than ``least`` remain. The caller has made sure that ``extent`` holds all live units.
     """
-    sources = np.flatnonzero(~free[extent:]) + extent
+    sources = (~free[extent:]).nonzero()[0] + extent
     destinations = _lowest(free[:extent], len(sources))
     begin = max(extent - spare_units, extent if least is None else least, 0)
     window = free[begin:extent].copy()
@@ -48,7 +48,7 @@ def _lowest(free: NDArray[np.bool_], count: int) -> Int64Array:
     found, window = [np.empty(0, dtype=np.int64)], max(4096, 2 * count)
     start = 0
     while count > 0:
-        ranks = np.flatnonzero(free[start : start + window])[:count] + start
+        ranks = (free[start : start + window]).nonzero()[0][:count] + start
         found.append(ranks)
         count -= len(ranks)
         start += window

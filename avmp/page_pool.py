@@ -12,7 +12,6 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from avmp.dirty_entries import DirtyEntries
 from avmp.effects import NOTHING, Kind
 from avmp.errors import StaleHandle
 from avmp.free_ranks import FreeRanks
@@ -42,6 +41,8 @@ class Pool:
     not bound, and ``physical[v]`` is 0 then; ``extra_references == sum(references) - live``;
     ``unbound[:spare]`` are the virtual ids that are not bound. Virtual id 0 is physical 0 for ever.
 
+    ``dirty`` marks the virtual ids whose entry in ``physical``, the page table, has changed since ``drain_dirty``.
+
     There is no table from physical to virtual: only a migration asks, and finds the owners of a band by one pass
     over ``physical`` (``virtual_at``), which costs less than keeping such a table up to date.
     """
@@ -66,7 +67,8 @@ class Pool:
         self.spare = self.capacity
         self.pins: Counter[int] = Counter()
         self.tickets: dict[int, list[Int64Array]] = {}
-        self.dirty = DirtyEntries(self.capacity + 1)
+        self._dirty = bytearray(self.capacity + 1)
+        self.dirty: NDArray[np.bool_] = np.frombuffer(self._dirty, dtype=np.bool_)
         self._handle_kind = PAGE if kind == "page" else SLOT
         self._base = self._handle_kind << KIND_SHIFT
         # Scalar access through a memoryview costs a third of what it costs through numpy.
@@ -98,8 +100,14 @@ class Pool:
     @property
     def table_bytes(self) -> int:
         """Bytes of host memory that this pool's arrays take."""
-        arrays = (self.physical, self.references, self.loose, self.generation, self.unbound, self.free.map)
-        return sum(a.nbytes for a in arrays) + self.free.reserve.nbytes
+        integers = (self.physical, self.references, self.loose, self.generation, self.unbound, self.free.reserve)
+        return sum(array.nbytes for array in (*integers, self.free.map, self.dirty))
+
+    def drain_dirty(self) -> Int64Array:
+        """Virtual ids, ascending, whose page-table entry has changed since the last call."""
+        virtual = self.dirty.nonzero()[0]
+        self.dirty[virtual] = False
+        return virtual
 
     # -- taking and giving back ------------------------------------------------------------------------------------
 
@@ -112,23 +120,18 @@ class Pool:
         self.physical[virtual] = physical.astype(np.int32)
         self.references[virtual] = 1
         self.live += count
-        self.dirty.add(virtual)
+        self.dirty[virtual] = True
         return virtual
 
-    def take_one(self) -> int:
-        """Binds one unit with one holder: its virtual id. The room is there."""
-        self.spare -= 1
-        virtual = self._unbound[self.spare]
+    def take_one(self, loose: int = 0) -> int:
+        """Binds one unit with one holder, which is its handle if ``loose`` is 1; returns that handle."""
+        self.spare = spare = self.spare - 1
+        virtual = self._unbound[spare]
         self._physical[virtual] = self.origin + self.step * self.free.take_one()
         self._references[virtual] = 1
+        self._loose[virtual] = loose
+        self._dirty[virtual] = 1
         self.live += 1
-        self.dirty.add_one(virtual)
-        return virtual
-
-    def take_loose(self) -> int:
-        """Binds one unit held by the caller's handle alone; returns that handle."""
-        virtual = self.take_one()
-        self._loose[virtual] = 1
         return self._base | (self._generation[virtual] & GENERATION_MASK) << 32 | virtual
 
     def give_loose(self, handle: int) -> bool:
@@ -141,21 +144,19 @@ class Pool:
             or handle != self._base | (self._generation[virtual] & GENERATION_MASK) << 32 | virtual
         ):
             return False
-        self._loose[virtual] = 0
         self.free_one(virtual)
         return True
 
     def free_one(self, virtual: int) -> int:
         """Frees one unit whose only holder lets go; returns its physical id."""
         physical = self._physical[virtual]
-        self._physical[virtual] = 0
-        self._references[virtual] = 0
+        self._physical[virtual] = self._references[virtual] = self._loose[virtual] = 0
         self._generation[virtual] += 1
         self.live -= 1
         self.free.give_one((physical - self.origin) * self.step)
         self._unbound[self.spare] = virtual
         self.spare += 1
-        self.dirty.add_one(virtual)
+        self._dirty[virtual] = 1
         return physical
 
     def share(self, virtual: Int64Array, counts: Int64Array | int = 1) -> None:
@@ -190,7 +191,7 @@ class Pool:
         self.free.give(self.origin - physical if self.step < 0 else physical - self.origin)
         self.unbound[self.spare : self.spare + len(virtual)] = virtual
         self.spare += len(virtual)
-        self.dirty.add(virtual)
+        self.dirty[virtual] = True
         return physical
 
     # -- handles ---------------------------------------------------------------------------------------------------
@@ -279,4 +280,4 @@ class Pool:
 
     def _rebind(self, virtual: Int64Array, destinations: Int64Array) -> None:
         self.physical[virtual] = self.physical_of_ranks(destinations)
-        self.dirty.add(virtual)
+        self.dirty[virtual] = True

@@ -58,5 +58,5 @@ def progress_on(stream: TextIO, total: int) -> Iterator[Progress]:
     except ImportError:
         yield _Lines(stream, total)
         return
-    with tqdm(total=total, file=stream, leave=False) as bar:
+    with tqdm(total=total, file=stream) as bar:
         yield _Bar(bar)

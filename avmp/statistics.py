@@ -51,6 +51,7 @@ class Statistics:
 
 def statistics_of(ledger: Ledger) -> Statistics:
     """The present statistics."""
+    ledger.space.note_use()
     space, table, counters = ledger.space, ledger.table, ledger.space.counters
     return Statistics(
         pages_live=space.pages.live,

@@ -139,7 +139,7 @@ def retractions() -> list[Measurement]:
         def plan(pool: Any = pool, extent: int = pages - pages // 20) -> None:
             plan_relocation(pool.free.map[: pool.extent], extent)
 
-        found.append(Measurement(f"plan a retraction, {pages:,} pages", plan, "loop 1024", bound))
+        found.append(Measurement(f"plan a retraction, {pages:,} pages", plan, "loop 1024", bound, repeat=3))
     return found
 
 

@@ -179,6 +179,9 @@ def test_avmp_is_the_real_allocator():
     policy.allocator.check()
     assert policy.counters().keys() == {"retractions", "migrations", "bytes_moved"}
     assert policy.impossible(counts(8, 9)).tolist() == [False, True]
+    assert not policy.fits(counts(9))
+    with pytest.raises(PolicyFull, match="avmp: admit: 9 tokens in one sequence"):
+        policy.admit(counts(9))
 
 
 def test_capacity_moves_in_avmp_and_is_counted():

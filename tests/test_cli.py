@@ -1,10 +1,13 @@
 """The command line: what each command prints, and how it refuses."""
 
+import fcntl
 import json
 import os
 import pty
+import struct
 import subprocess
 import sys
+import termios
 
 import pytest
 
@@ -142,6 +145,7 @@ def test_wall_time_goes_to_stderr_and_progress_nowhere_without_a_terminal(capsys
 
 def test_progress_is_shown_on_a_terminal(repository):
     leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
     command = [sys.executable, "-m", "avmp", *SMALL_REPLAY, "--policy", "avmp", "oracle"]
     done = subprocess.run(command, cwd=repository, stdout=subprocess.PIPE, stderr=follower, check=True)
     os.close(follower)

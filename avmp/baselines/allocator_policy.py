@@ -9,8 +9,10 @@ from numpy.typing import NDArray
 
 from avmp.allocator import Allocator
 from avmp.baselines.protocol import Counts, IntArray, PolicyFull, PolicySetup, largest
-from avmp.errors import OutOfMemory, RowsExhausted
+from avmp.errors import OutOfMemory, RowsExhausted, RowTooLong
 from avmp.geometry import require_count
+
+_REFUSALS = (OutOfMemory, RowsExhausted, RowTooLong)
 
 
 class AllocatorPolicy:
@@ -40,14 +42,14 @@ class AllocatorPolicy:
         """New sequences; their handles. Raises PolicyFull."""
         try:
             return self.allocator.admit(token_counts)
-        except (OutOfMemory, RowsExhausted) as error:
+        except _REFUSALS as error:
             raise PolicyFull(f"avmp: {error}") from error
 
     def extend(self, handles: IntArray, counts: Counts = 1) -> None:
         """More tokens for each sequence. Raises PolicyFull."""
         try:
             self.allocator.extend(handles, counts)
-        except OutOfMemory as error:
+        except _REFUSALS as error:
             raise PolicyFull(f"avmp: {error}") from error
 
     def release(self, handles: IntArray) -> None:
@@ -62,7 +64,7 @@ class AllocatorPolicy:
         """They are back; their new handles. Raises PolicyFull."""
         try:
             return self.allocator.swap_in(swapped)
-        except (OutOfMemory, RowsExhausted) as error:
+        except _REFUSALS as error:
             raise PolicyFull(f"avmp: {error}") from error
 
     def used_bytes(self) -> dict[str, int]:
