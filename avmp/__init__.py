@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         Unsupported,
     )
     from avmp.geometry import AttentionLayer, Geometry, StateLayer, StatePart
+    from avmp.growth import Prefix
     from avmp.layout import Layout
     from avmp.named_models import named_model
     from avmp.options import Options
@@ -40,6 +41,7 @@ __all__ = [
     "Layout",
     "Options",
     "OutOfMemory",
+    "Prefix",
     "RowTooLong",
     "RowsExhausted",
     "StaleHandle",
@@ -64,6 +66,7 @@ _NAMES_BY_MODULE = {
         "Unsupported",
     ),
     "avmp.geometry": ("AttentionLayer", "Geometry", "StateLayer", "StatePart"),
+    "avmp.growth": ("Prefix",),
     "avmp.layout": ("Layout",),
     "avmp.named_models": ("named_model",),
     "avmp.options": ("Options",),

@@ -7,6 +7,7 @@ Planning is pure: ``require`` decides from counts alone and raises before anythi
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
@@ -15,11 +16,11 @@ from numpy.typing import NDArray
 
 from avmp.effects import EffectList
 from avmp.errors import OutOfMemory, Shortage
-from avmp.handles import ID_MASK, Int64Array
+from avmp.handles import ID_MASK, Int64Array, Kind
 from avmp.layout import Layout
 from avmp.migration import plan_relocation
 from avmp.options import Options
-from avmp.page_pool import Kind, Pool
+from avmp.page_pool import Pool
 
 
 class Event(NamedTuple):
@@ -85,6 +86,7 @@ class AddressSpace:
         self.effects = EffectList()
         self.counters = Counters()
         self.events: list[Event] | None = [] if options.events else None
+        self.releasable: Callable[..., tuple[int, int]] | None = None
         for pool, floor in ((self.pages, options.floor_pages), (self.slots, options.floor_slots)):
             pool.floor = min(floor, pool.capacity)
             pool.grow(pool.floor)
@@ -116,9 +118,7 @@ class AddressSpace:
 
     # -- planning --------------------------------------------------------------------------------------------------
 
-    def possible(
-        self, pages: int, slots: int, *, pins: bool = True, tickets: bool = True, floors: bool = True
-    ) -> bool:
+    def possible(self, pages: int, slots: int, *, pins: bool = True, tickets: bool = True, floors: bool = True) -> bool:
         """Whether ``pages`` more pages and ``slots`` more slots (negative: fewer) can be held together, moving what
         may be moved. The keywords leave out one kind of obstacle, to find out which one is in the way."""
         if pages <= self.pages.free.count and slots <= self.slots.free.count:
@@ -136,7 +136,7 @@ class AddressSpace:
         if not self.possible(pages, slots):
             shortage = self._shortage(operation, pages, slots)
             self.counters.attempts[f"refused: {shortage.reason}"] += 1
-            raise OutOfMemory(shortage)
+            raise OutOfMemory(shortage, self.releasable)
 
     def _shortage(self, operation: str, pages: int, slots: int) -> Shortage:
         least = {pool.kind: self._least(pool, new, True, True, True) for pool, new in self._needs(pages, slots)}

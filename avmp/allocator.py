@@ -16,7 +16,7 @@ from avmp.effects import Launch, TableChanges
 from avmp.errors import ArenaTooSmall, Inconsistent, InvalidArgument, RowsExhausted, RowTooLong
 from avmp.geometry import Geometry
 from avmp.growth import Counts, Prefixes
-from avmp.handles import KIND_SHIFT, PAGE, SLOT, Handles, Int64Array, as_count
+from avmp.handles import ID_MASK, KIND_SHIFT, PAGE, SLOT, Handles, Int64Array, as_count
 from avmp.layout import Layout
 from avmp.ledger import Ledger, Planned
 from avmp.operations import plan
@@ -74,6 +74,7 @@ class Allocator:
         table = SequenceTable(max_rows, width, layout.page_tokens, width * layout.page_tokens or tokens)
         table.dirty.enabled = self.options.record_effects
         self._ledger = Ledger(AddressSpace(layout, self.options, disturbance), table)
+        self._space.releasable = self.releasable
         self._owner = threading.get_ident()
         self._committing = False
         tokens_per_page = layout.page_tokens
@@ -106,7 +107,8 @@ class Allocator:
         The tokens of the prefix are part of the count. Its pages are shared; where it ends inside a page, whoever
         appends first copies that page.
         """
-        return self._run("admit", token_counts, prefix)
+        handles: Int64Array = self._run("admit", token_counts, prefix)
+        return handles
 
     def extend(self, sequences: Handles, counts: Counts = 1) -> None:
         """Room for ``counts`` more tokens (one integer, or one for each sequence)."""
@@ -131,10 +133,10 @@ class Allocator:
         if table.longest >= table.max_tokens:
             table.longest = int(table.length.max())
             self._ledger.require_width("extend", int(length.max(initial=0)))
+        if count > space.pages.free.count:
+            space.require("extend", count, 0)
+        self._committing = True
         if count:
-            if count > space.pages.free.count:
-                space.require("extend", count, 0)
-            self._committing = True
             if count > space.pages.free.count:
                 space.make_room(count, 0)
             where = full + rows.start if isinstance(rows, slice) else rows[full]
@@ -166,7 +168,8 @@ class Allocator:
     def fork(self, sequence: int, n: int = 1) -> Int64Array:
         """``n`` new sequences equal to this one, int64 handles: full pages are shared, a partly filled tail page
         and the state slot are copied at once. Nothing is pending in any of them afterwards."""
-        return self._run("fork", sequence, n)
+        handles: Int64Array = self._run("fork", sequence, n)
+        return handles
 
     def reorder(self, sequences: Handles, parents: Iterable[int]) -> None:
         """Beam search: sequence i goes on from what sequence ``parents[i]`` (an index into ``sequences``) was.
@@ -215,11 +218,13 @@ class Allocator:
 
     def swap_out(self, sequences: Handles) -> Int64Array:
         """The sequences leave for host memory; int64 handles to bring them back with, or to ``discard``."""
-        return self._run("swap_out", sequences)
+        handles: Int64Array = self._run("swap_out", sequences)
+        return handles
 
     def swap_in(self, swapped: Handles) -> Int64Array:
         """They are back, byte for byte, with new sequence handles (int64, in the same order)."""
-        return self._run("swap_in", swapped)
+        handles: Int64Array = self._run("swap_in", swapped)
+        return handles
 
     def discard(self, swapped: Handles) -> None:
         """These swapped sequences will not come back."""
@@ -237,15 +242,25 @@ class Allocator:
         if n is None:
             pool = self._quick_by_kind.get(kind)  # type: ignore[call-overload]
             if pool is not None and pool.free.count and not self._committing:
-                return pool.take_one(1)
-        handles: Int64Array = self._run("take", kind, 1 if n is None else n)
-        return int(handles[0]) if n is None else handles
+                try:
+                    handle: int = pool.take_one(1)
+                    return handle
+                except BaseException:
+                    self._committing = True
+                    raise
+        taken: Int64Array = self._run("take", kind, 1 if n is None else n)
+        return int(taken[0]) if n is None else taken
 
     def give(self, handles: Handles) -> None:
         """Gives back what ``take`` or ``retain`` holds; units that nobody else holds become free."""
         if type(handles) is int and not self._committing:
             pool = self._quick_by_code.get(handles >> KIND_SHIFT)
-            if pool is not None and pool.give_loose(handles):
+            if pool is not None and pool.is_sole(handles):
+                try:
+                    pool.free_one(handles & ID_MASK)
+                except BaseException:
+                    self._committing = True
+                    raise
                 return
         self._run("give", handles)
 
@@ -315,7 +330,13 @@ class Allocator:
         adds rows of zeros behind.
         """
         self._require_whole()
-        return make_batch(self._ledger, self._rows(sequences), query_lens, pad_to)
+        table, rows = self._ledger.table, self._rows(sequences)
+        tables, begin = make_batch(self._ledger, rows, query_lens, pad_to)
+        self._committing = True
+        table.begin[rows] = begin
+        table.mark[rows] = table.length[rows]
+        self._committing = False
+        return tables
 
     def lengths(self, sequences: Handles) -> Int64Array:
         """Tokens in each sequence, int64: a copy."""
@@ -416,8 +437,8 @@ def _longest(layout: Layout, options: Options, asked: int | None) -> int:
     if not layout.fits(max(pages, options.floor_pages), slots):
         raise ArenaTooSmall(
             f"arena of {layout.arena_bytes:,} B cannot hold one sequence of {tokens} tokens ({pages} pages of "
-            f"{layout.page_total_bytes:,} B, {int(layout.has_slots)} slots of {layout.slot_total_bytes:,} B) beside the "
-            f"null area of {layout.null_bytes:,} B and floors of {options.floor_pages} pages and "
+            f"{layout.page_total_bytes:,} B, {int(layout.has_slots)} slots of {layout.slot_total_bytes:,} B) beside "
+            f"the null area of {layout.null_bytes:,} B and floors of {options.floor_pages} pages and "
             f"{options.floor_slots} slots; use more memory or a smaller max_tokens_per_sequence"
         )
     return tokens

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from avmp.errors import InvalidArgument
+from avmp.growth import Counts
 from avmp.handles import Int64Array, as_counts
 from avmp.ledger import Ledger
 from avmp.sequences import Rows, SequenceTable
+
+Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,13 @@ class BatchTables:
         return _padded(self.table.block_table[self.rows], len(self.seq_lens))
 
 
-def make_batch(ledger: Ledger, rows: Rows, query_lens: object, pad_to: int | None) -> BatchTables:
-    """Tables for these rows; the query lengths default to each row's pending tokens. See ``Allocator.batch``."""
+def make_batch(
+    ledger: Ledger, rows: Rows, query_lens: Counts | None, pad_to: int | None
+) -> tuple[BatchTables, Int64Array]:
+    """Tables for these rows, and where each row's pending tokens begin, which the caller stores.
+
+    The query lengths default to the pending tokens. See ``Allocator.batch``.
+    """
     table = ledger.table
     count = table.count(rows)
     padded = count if pad_to is None else pad_to
@@ -56,7 +65,7 @@ def make_batch(ledger: Ledger, rows: Rows, query_lens: object, pad_to: int | Non
     if query_lens is None:
         queries = lengths - begin
     else:
-        queries = as_counts(query_lens, count, "batch: query_lens")  # type: ignore[arg-type]
+        queries = as_counts(query_lens, count, "batch: query_lens")
         if (queries > lengths).any():
             raise InvalidArgument("batch: a query length exceeds its sequence's length")
     max_query_len = int(queries.max(initial=0))
@@ -79,8 +88,7 @@ def make_batch(ledger: Ledger, rows: Rows, query_lens: object, pad_to: int | Non
         state_indices=_padded(table.slot[rows], padded),
         has_initial_state=_padded(lengths > queries, padded),
     )
-    table.begin[rows], table.mark[rows] = begin, lengths
-    return tables
+    return tables, begin
 
 
 def _slot_mapping(
@@ -98,7 +106,7 @@ def _slot_mapping(
     return np.where(page > 0, page * ledger.page_tokens + offset, 0)
 
 
-def _padded(values: NDArray[np.generic], rows: int) -> NDArray[np.generic]:
+def _padded(values: NDArray[Scalar], rows: int) -> NDArray[Scalar]:
     if len(values) == rows:
         return values
     padded = np.zeros((rows, *values.shape[1:]), dtype=values.dtype)

@@ -55,7 +55,7 @@ class Fields:
 
 
 def dtype_name(dtype: object) -> str | None:
-    """"bfloat16" for "bfloat16", "torch.bfloat16" or torch.bfloat16 itself; None for None and "auto"."""
+    """The name "bfloat16" for "bfloat16", "torch.bfloat16" or torch.bfloat16 itself; None for None and "auto"."""
     name = str(dtype).removeprefix("torch.")
     return None if dtype is None or name == "auto" else name
 

@@ -12,11 +12,9 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-Operation: TypeAlias = Literal["move", "copy", "zero", "poison", "swap_out", "swap_in"]
-Kind: TypeAlias = Literal["page", "slot"]
-Int64Array: TypeAlias = NDArray[np.int64]
+from avmp.handles import NOTHING, Int64Array, Kind
 
-NOTHING: Int64Array = np.empty(0, dtype=np.int64)
+Operation: TypeAlias = Literal["move", "copy", "zero", "poison", "swap_out", "swap_in"]
 
 
 class Launch(NamedTuple):

@@ -8,9 +8,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from avmp.effects import NOTHING
 from avmp.errors import InvalidArgument
-from avmp.handles import Handles, Int64Array, as_count, as_counts, as_handles
+from avmp.handles import NOTHING, Handles, Int64Array, as_count, as_counts, as_handles
 from avmp.ledger import Ledger, Planned
 from avmp.sequences import NO_WINDOW
 
@@ -36,7 +35,7 @@ class Start(NamedTuple):
     history: tuple[int, ...] = ()
 
 
-Prefixes: TypeAlias = "None | int | Prefix | Iterable[None | int | Prefix]"
+Prefixes: TypeAlias = "int | Prefix | Iterable[int | Prefix | None] | None"
 _EMPTY = Start(0, NOTHING, None)
 
 
@@ -64,7 +63,7 @@ def _starts(ledger: Ledger, prefix: Prefixes, count: int) -> list[Start]:
     return [_start(ledger, item) for item in prefixes]  # type: ignore[arg-type]
 
 
-def _start(ledger: Ledger, item: None | int | Prefix) -> Start:
+def _start(ledger: Ledger, item: int | Prefix | None) -> Start:
     if item is None:
         return _EMPTY
     prefix = item if isinstance(item, Prefix) else Prefix(int(item))

@@ -8,7 +8,7 @@ kind. The generation of an id advances each time that it is freed, so a handle k
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,10 @@ from numpy.typing import NDArray
 from avmp.errors import InvalidArgument
 
 Int64Array: TypeAlias = NDArray[np.int64]
+Kind: TypeAlias = Literal["page", "slot"]
 Handles: TypeAlias = "int | np.integer | Iterable[int] | Int64Array"
+
+NOTHING: Int64Array = np.empty(0, dtype=np.int64)
 
 ID_MASK = 0xFFFFFFFF
 GENERATION_BITS = 27

@@ -20,10 +20,11 @@ from avmp.geometry import Geometry, require_count
 from avmp.lanes import UNIT_ALIGNMENT, Part, Placement, choose_lane_count, padding_layers, place_kv, place_state
 from avmp.units import align_up, ceil_div, format_bytes, parse_bytes
 
-__all__ = ["ARENA_ALIGNMENT", "KV_ORDERS", "UNIT_ALIGNMENT", "Layout", "Part"]
+__all__ = ["ARENA_ALIGNMENT", "KV_ORDERS", "MAX_UNITS", "UNIT_ALIGNMENT", "Layout", "Part"]
 
 ARENA_ALIGNMENT = 2 * 1024 * 1024
 KV_ORDERS = ("NHD", "HND")
+MAX_UNITS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,11 @@ class Layout:
             raise InvalidArgument(f"{self.lane_count} lanes of {self.lane_bytes} B exceed {self.arena_bytes} B")
         if not self.fits(pages=int(self.page_bytes > 0), slots=int(self.slot_bytes > 0)):
             raise ArenaTooSmall(self._too_small())
+        if max(self.page_count, self.slot_count) > MAX_UNITS:
+            raise InvalidArgument(
+                f"{self.page_count:,} pages and {self.slot_count:,} slots: ids are int32, at most {MAX_UNITS:,} of "
+                "either; use larger pages or a smaller arena"
+            )
 
     @classmethod
     def plan(

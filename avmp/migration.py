@@ -23,9 +23,7 @@ class Relocation:
     destinations: Int64Array
 
 
-def plan_relocation(
-    free: NDArray[np.bool_], extent: int, least: int | None = None, spare_units: int = 0
-) -> Relocation:
+def plan_relocation(free: NDArray[np.bool_], extent: int, least: int | None = None, spare_units: int = 0) -> Relocation:
     """Retracts a pool whose free ranks are True in ``free`` (bool ``[current extent]``) to ``extent`` ranks.
 
     The live units in the band given up go to the lowest free ranks, in order: that is the least number of moves, and

@@ -142,12 +142,8 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         mamba_n_groups=2,
         max_position_embeddings=262144,
     ),
-    "granite-4.0-h-tiny": _granite(
-        hidden_size=1536, num_attention_heads=12, num_key_value_heads=4, mamba_n_heads=48
-    ),
-    "granite-4.0-h-small": _granite(
-        hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, mamba_n_heads=128
-    ),
+    "granite-4.0-h-tiny": _granite(hidden_size=1536, num_attention_heads=12, num_key_value_heads=4, mamba_n_heads=48),
+    "granite-4.0-h-small": _granite(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, mamba_n_heads=128),
     "nemotron-h-8b": _nemotron_h(
         hybrid_override_pattern="M-M-M-M" + 4 * "*-M-M-M-M-M" + "-",
         num_key_value_heads=8,

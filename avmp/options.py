@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from avmp.errors import InvalidArgument
@@ -58,7 +58,8 @@ class Options:
         given = {name: text for name, text in environment.items() if name.startswith("AVMP_")}
         for name in sorted(given.keys() - known.keys() - _OTHER_VARIABLES):
             raise InvalidArgument(f"{name}: no such option; known are {', '.join(known)}")
-        return cls(**{known[name].name: parse(known[name], given[name]) for name in given.keys() & known.keys()})
+        values: dict[str, Any] = {known[n].name: parse(known[n], given[n]) for n in sorted(given.keys() & known.keys())}
+        return cls(**values)
 
 
 def variable(name: str) -> str:
@@ -68,7 +69,7 @@ def variable(name: str) -> str:
 
 def parse(option: Field[Any], text: str) -> Any:
     """The value of one option from text. Raises InvalidArgument."""
-    kind = type(option.default)
+    kind: Any = type(option.default)
     try:
         return {"0": False, "1": True, "false": False, "true": True}[text.lower()] if kind is bool else kind(text)
     except (KeyError, ValueError):
@@ -87,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def from_arguments(arguments: argparse.Namespace, environment: Mapping[str, str] | None = None) -> Options:
     """Options from the environment, overridden by the command line."""
     base = Options.from_env(environment)
-    values = {option.name: getattr(base, option.name) for option in fields(Options)}
+    values: dict[str, Any] = {option.name: getattr(base, option.name) for option in fields(Options)}
     for option in fields(Options):
         text = getattr(arguments, option.name)
         if text is not None:
@@ -99,12 +100,10 @@ def markdown_table() -> str:
     """The options as the README shows them."""
     lines = ["| option | variable | default | meaning |", "|---|---|---|---|"]
     for option in fields(Options):
-        lines.append(
-            f"| `{option.name}` | `{variable(option.name)}` | {_shown(option)} | {option.metadata['help']} |"
-        )
+        lines.append(f"| `{option.name}` | `{variable(option.name)}` | {_shown(option)} | {option.metadata['help']} |")
     return "\n".join(lines)
 
 
 def _shown(option: Field[Any]) -> str:
-    assert option.default is not MISSING
-    return f"{option.default:g}" if isinstance(option.default, float) else str(option.default).lower()
+    default: Any = option.default
+    return f"{default:g}" if isinstance(default, float) else str(default).lower()

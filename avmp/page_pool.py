@@ -12,16 +12,17 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from avmp.effects import NOTHING, Kind
 from avmp.errors import StaleHandle
 from avmp.free_ranks import FreeRanks
 from avmp.handles import (
     GENERATION_MASK,
     ID_MASK,
     KIND_SHIFT,
+    NOTHING,
     PAGE,
     SLOT,
     Int64Array,
+    Kind,
     describe_handle,
     make_handle,
 )
@@ -134,18 +135,15 @@ class Pool:
         self.live += 1
         return self._base | (self._generation[virtual] & GENERATION_MASK) << 32 | virtual
 
-    def give_loose(self, handle: int) -> bool:
-        """Frees the unit of a handle that is live and its only holder. False, and nothing happens, if it is not."""
+    def is_sole(self, handle: int) -> bool:
+        """Whether this is a live handle of this pool and the only holder of its unit."""
         virtual = handle & ID_MASK
-        if (
-            not 0 < virtual <= self.capacity
-            or self._references[virtual] != 1
-            or self._loose[virtual] != 1
-            or handle != self._base | (self._generation[virtual] & GENERATION_MASK) << 32 | virtual
-        ):
-            return False
-        self.free_one(virtual)
-        return True
+        return (
+            0 < virtual <= self.capacity
+            and self._references[virtual] == 1
+            and self._loose[virtual] == 1
+            and handle == self._base | (self._generation[virtual] & GENERATION_MASK) << 32 | virtual
+        )
 
     def free_one(self, virtual: int) -> int:
         """Frees one unit whose only holder lets go; returns its physical id."""
@@ -248,7 +246,8 @@ class Pool:
     def awaiting(self) -> Int64Array:
         """Virtual ids, ascending, of the units that nobody but tickets holds."""
         ids, counts = self.ticket_counts()
-        return ids[self.references[ids] == counts]
+        only: Int64Array = ids[self.references[ids] == counts]
+        return only
 
     def pinned_extent(self, pins: bool = True, tickets: bool = True) -> int:
         """The smallest extent that keeps every pinned unit, and every unit that a ticket holds, where it is."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from avmp.errors import InvalidArgument
 from avmp.branching import live_history
+from avmp.errors import InvalidArgument
 from avmp.growth import release_rows
 from avmp.handles import SWAPPED, Int64Array
 from avmp.ledger import Ledger, Planned

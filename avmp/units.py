@@ -33,7 +33,7 @@ def parse_bytes(size: int | str) -> int:
         match = _SIZE.fullmatch(size)
         factor = _FACTORS.get(match[2].upper()) if match else None
         if match is None or factor is None:
-            raise InvalidArgument(f"memory size {size!r}: expected a positive number with B, KiB, MiB, GiB, TiB or KB to TB")
+            raise InvalidArgument(f"memory size {size!r}: expected a positive number of B, KiB to TiB, or KB to TB")
         size = int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
     if isinstance(size, bool) or not isinstance(size, int) or size <= 0:
         raise InvalidArgument(f"memory size {size!r}: expected more than zero bytes")

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from avmp.errors import Inconsistent
-from avmp.handles import Int64Array
+from avmp.handles import NOTHING, Int64Array
 from avmp.ledger import Ledger
 from avmp.page_pool import Pool
 
@@ -41,9 +41,9 @@ def _holders(ledger: Ledger) -> tuple[Int64Array, Int64Array]:
     rows = ledger.table.live_rows()
     pages = [ledger.table.pages(row) for row in rows.tolist()]
     pages += [snapshot.pages for snapshot in ledger.snapshots.values()]
-    slots = [ledger.table.slot[rows], np.array([snapshot.slot for snapshot in ledger.snapshots.values()], np.int64)]
-    held = np.concatenate([np.empty(0, dtype=np.int64), *pages]), np.concatenate(slots).astype(np.int64)
-    return held[0][held[0] > 0], held[1][held[1] > 0]
+    slots = [*ledger.table.slot[rows].tolist(), *(snapshot.slot for snapshot in ledger.snapshots.values())]
+    held_pages, held_slots = np.concatenate([NOTHING, *pages]), np.array(slots, dtype=np.int64)
+    return held_pages[held_pages > 0], held_slots[held_slots > 0]
 
 
 def _check_pool(pool: Pool, holders: Int64Array) -> None:
@@ -54,12 +54,13 @@ def _check_pool(pool: Pool, holders: Int64Array) -> None:
         expected[virtual] += count
     awaiting = np.zeros(pool.capacity + 1, dtype=np.int64)
     for arrays in pool.tickets.values():
-        for virtual in arrays:
-            np.add.at(awaiting, virtual, 1)
+        for held in arrays:
+            np.add.at(awaiting, held, 1)
     expected += awaiting
     wrong = np.flatnonzero(expected != pool.references)
     _require(
-        not len(wrong), f"{name} {wrong[:1]}: {expected[wrong[:1]]} holders, references say {pool.references[wrong[:1]]}"
+        not len(wrong),
+        f"{name} {wrong[:1]}: {expected[wrong[:1]]} holders, references say {pool.references[wrong[:1]]}",
     )
     bound = np.flatnonzero(pool.references)
     physical = pool.physical[bound].astype(np.int64)
@@ -73,7 +74,8 @@ def _check_pool(pool: Pool, holders: Int64Array) -> None:
     _require(pool.extra_references == extra, f"{name}s: extra references {pool.extra_references}, counted {extra}")
     everything = np.concatenate([pool.unbound[: pool.spare].astype(np.int64), bound])
     _require(
-        (np.sort(everything) == np.arange(1, pool.capacity + 1)).all(), f"{name}s: virtual ids are lost or in two places"
+        (np.sort(everything) == np.arange(1, pool.capacity + 1)).all(),
+        f"{name}s: virtual ids are lost, or in two places",
     )
     only_tickets = np.flatnonzero((awaiting > 0) & (awaiting == pool.references))
     _require((pool.awaiting() == only_tickets).all(), f"{name}s: awaiting differs from what only tickets hold")
@@ -87,12 +89,14 @@ def _check_partition(pool: Pool, live: Int64Array) -> None:
     np.add.at(seen, live, 1)
     np.add.at(seen, pool.free.reserve[: pool.free.top], 1)
     seen += pool.free.map
-    _require((seen[: pool.extent] == 1).all(), f"{name}s: ranks {np.flatnonzero(seen[: pool.extent] != 1)[:4]} are not free or live")
+    wrong = np.flatnonzero(seen[: pool.extent] != 1)
+    _require(not len(wrong), f"{name}s: ranks {wrong[:4]} are neither free nor live, or more than one of them")
     _require(not seen[pool.extent :].any(), f"a {name} beyond the extent is free or live")
     free = int(np.count_nonzero(pool.free.map)) + pool.free.top
     _require(pool.free.count == free, f"{name}s: free {pool.free.count}, counted {free}")
     _require(not pool.free.map[: pool.free.hint].any(), f"{name}s: a free rank lies below the hint")
-    _require(pool.floor <= pool.extent <= pool.capacity, f"{name}s: extent {pool.extent} outside {pool.floor} to {pool.capacity}")
+    inside = pool.floor <= pool.extent <= pool.capacity
+    _require(inside, f"{name}s: extent {pool.extent} outside {pool.floor} to {pool.capacity}")
 
 
 def _check_bytes(ledger: Ledger) -> None:
@@ -110,7 +114,8 @@ def _check_bytes(ledger: Ledger) -> None:
     begin, end = begin[order], end[order]
     _require((begin[1:] >= end[:-1]).all(), "two live units overlap in bytes")
     null = layout.null_bytes // layout.lane_count
-    _require(len(begin) == 0 or (begin[0] >= null and end.max() <= layout.lane_bytes), "a unit lies in the null area or past the lane")
+    inside = len(begin) == 0 or (begin[0] >= null and end.max() <= layout.lane_bytes)
+    _require(inside, "a unit lies in the null area or past the lane")
 
 
 def _check_rows(ledger: Ledger) -> None:
@@ -120,13 +125,15 @@ def _check_rows(ledger: Ledger) -> None:
     live[rows] = True
     _require(sorted(table._free) == np.flatnonzero(~live).tolist(), "free rows differ from rows without a handle")
     lengths = table.length
-    _require((table.column_counts(rows) == ledger.columns_for(lengths[rows])).all(), "columns differ from ceil(length / page_tokens)")
+    columns = ledger.columns_for(lengths[rows])
+    _require((table.column_counts(rows) == columns).all(), "columns differ from ceil(length / page_tokens)")
     _require(lengths.max(initial=0) <= min(table.max_tokens, table.longest), "a sequence is longer than its row")
-    columns = np.arange(table.row_width)
-    inside = (columns >= table.front[:, None]) & (columns < (table.next_cell - table.first_cell)[:, None])
-    _require(((table.block_table > 0) == inside).all(), "a block-table row has pages outside its columns, or none inside")
+    place, first, last = np.arange(table.row_width), table.front, table.next_cell - table.first_cell
+    inside = (place >= first[:, None]) & (place < last[:, None])
+    _require(((table.block_table > 0) == inside).all(), "a row has pages outside its columns, or none inside")
     for row in rows.tolist():
-        _require(table.cursor[row] == table.cursor_at(row, int(lengths[row])), f"row {row}: cursor differs from its last token")
+        cursor = table.cursor_at(row, int(lengths[row]))
+        _require(table.cursor[row] == cursor, f"row {row}: cursor {table.cursor[row]}, last token {cursor}")
     for array in (lengths, table.begin, table.mark, table.slot, table.front):
         _require(not array[~live].any(), "a row without a sequence holds something")
     _require((table.slot[rows] > 0).all() if ledger.has_slots else not table.slot.any(), "sequences and slots differ")
@@ -134,9 +141,7 @@ def _check_rows(ledger: Ledger) -> None:
     tail = lengths % table.page_tokens > 0
     _require(not (table.tail_shared & ~(tail & live)).any(), "a row without a partly filled tail is flagged")
     writers = Counter(
-        table.tail(row)
-        for row in rows[tail[rows] & ~table.tail_shared[rows]].tolist()
-        if table.row_width
+        table.tail(row) for row in rows[tail[rows] & ~table.tail_shared[rows]].tolist() if table.row_width
     )
     _require(all(count == 1 for count in writers.values()), "two sequences may append into one page")
 

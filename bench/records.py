@@ -43,7 +43,8 @@ def _commit() -> str:
 
 
 def _git(root: Path, *arguments: str) -> str:
-    return subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True).stdout.strip()
+    command = ["git", "-C", str(root), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def write_lines(records: Iterable[dict[str, Any]], target: TextIO = sys.stdout) -> None:

