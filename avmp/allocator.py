@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, TypeVar, overload
 
 import numpy as np
@@ -23,7 +23,7 @@ from avmp.operations import plan
 from avmp.options import Options
 from avmp.sequences import Rows, SequenceTable
 from avmp.statistics import Statistics, statistics_of
-from avmp.units import ceil_div
+from avmp.units import ceil_div, largest
 
 Result = TypeVar("Result")
 _UNBOUNDED_TOKENS = 2**31 - 1
@@ -301,7 +301,7 @@ class Allocator:
         if each > self.max_tokens_per_sequence:
             return 0
         pages, slots = self.layout.pages_per_sequence(each), int(self.layout.has_slots)
-        return _largest(self._ledger.table.free_rows, lambda n: self._space.possible(n * pages, n * slots))
+        return largest(self._ledger.table.free_rows, lambda n: self._space.possible(n * pages, n * slots))
 
     def max_tokens(self, sequences: int = 1) -> int:
         """The largest t for which ``admit([t] * sequences)`` would succeed now; 0 also where not even empty
@@ -312,7 +312,7 @@ class Allocator:
             return 0
         if not self.layout.has_pages:
             return self.max_tokens_per_sequence
-        columns = _largest(self._ledger.table.row_width, lambda c: self._space.possible(count * c, slots))
+        columns = largest(self._ledger.table.row_width, lambda c: self._space.possible(count * c, slots))
         return columns * self.layout.page_tokens
 
     def releasable(self, sequences: Handles) -> tuple[int, int]:
@@ -442,12 +442,3 @@ def _longest(layout: Layout, options: Options, asked: int | None) -> int:
             f"{options.floor_slots} slots; use more memory or a smaller max_tokens_per_sequence"
         )
     return tokens
-
-
-def _largest(limit: int, holds: Callable[[int], bool]) -> int:
-    """The largest n in 0 to limit for which ``holds(n)``, which is true up to some n and false beyond; 0 if none."""
-    low, high = 0, limit
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle - 1)
-    return low

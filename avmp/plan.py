@@ -21,11 +21,10 @@ from avmp.baselines import (
     PolicySetup,
     StaticSplit,
 )
-from avmp.baselines.protocol import largest
 from avmp.geometry import Geometry
 from avmp.layout import Layout
 from avmp.text_table import format_table
-from avmp.units import format_bytes
+from avmp.units import format_bytes, largest
 
 _SHORTEST_TOKENS = 256
 _LONGEST_TOKENS = 2**31 - 1

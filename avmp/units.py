@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from avmp.errors import InvalidArgument
 
@@ -22,6 +23,15 @@ def ceil_div(dividend: int, divisor: int) -> int:
 def align_up(value: int, alignment: int) -> int:
     """The least multiple of ``alignment`` that is at least ``value``."""
     return ceil_div(value, alignment) * alignment
+
+
+def largest(limit: int, holds: Callable[[int], bool]) -> int:
+    """The largest n in 0 to limit for which ``holds(n)``, which is true up to some n and false beyond; 0 if none."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle - 1)
+    return low
 
 
 def parse_bytes(size: int | str) -> int:

@@ -98,11 +98,11 @@ class FailAt:
     def __exit__(self, *raised: object) -> None:
         sys.settrace(self._previous)
 
-    def run(self, call: Callable[[], Any]) -> bool:
+    def run(self, call: Callable[..., Any], *arguments: Any) -> bool:
         """Whether the call came to its end."""
         with self:
             try:
-                call()
+                call(*arguments)
             except Injected:
                 return False
         return True

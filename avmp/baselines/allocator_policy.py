@@ -8,9 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from avmp.allocator import Allocator
-from avmp.baselines.protocol import Counts, IntArray, PolicyFull, PolicySetup, largest
+from avmp.baselines.protocol import Counts, IntArray, PolicyFull, PolicySetup
 from avmp.errors import OutOfMemory, RowsExhausted, RowTooLong
 from avmp.geometry import require_count
+from avmp.units import largest
 
 _REFUSALS = (OutOfMemory, RowsExhausted, RowTooLong)
 

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from avmp.baselines.protocol import Counts, IntArray, PolicyFull, PolicySetup, largest
+from avmp.baselines.protocol import Counts, IntArray, PolicyFull, PolicySetup
 from avmp.errors import InvalidArgument, StaleHandle
 from avmp.geometry import require_count
 from avmp.handles import as_counts, as_handles
+from avmp.units import largest
 
 _GONE, _RESIDENT, _SWAPPED = range(3)
 

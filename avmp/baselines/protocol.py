@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
@@ -81,12 +80,3 @@ class MemoryPolicy(Protocol):
 
     def max_sequences(self, tokens: int) -> int:
         """How many sequences of ``tokens`` tokens (1 or more) an empty arena holds, the limit on rows aside."""
-
-
-def largest(limit: int, holds: Callable[[int], bool]) -> int:
-    """The largest n in 0 to limit for which ``holds(n)``, which is true up to some n and false beyond; 0 if none."""
-    low, high = 0, limit
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle - 1)
-    return low

@@ -1,0 +1,44 @@
+"""What the README shows is what happens."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from avmp.cli import main
+from avmp.options import markdown_table
+
+
+def block(repository: Path, marker: str) -> str:
+    """The fenced block, or the lines up to the next empty one, behind ``<!-- marker -->``."""
+    text = (repository / "README.md").read_text(encoding="utf-8").split(f"<!-- {marker} -->\n", 1)[1]
+    fenced = re.match(r"```\w+\n(.*?)```\n", text, re.DOTALL)
+    return fenced[1] if fenced else text.split("\n\n", 1)[0] + "\n"
+
+
+def test_the_ten_lines_of_use_run(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = block(repository, "use")
+    names: dict[str, object] = {}
+    exec(compile(source, "README.md", "exec"), names)
+    assert 8 <= len([line for line in source.splitlines() if line.strip()]) <= 12
+    assert len(names["launches"]) > 0 and names["step"].num_tokens == 6037  # type: ignore[attr-defined, arg-type]
+    arena = names["arena"]
+    arena.release(names["draft"])  # type: ignore[attr-defined]
+    arena.check()  # type: ignore[attr-defined]
+    assert arena.stats().pages_live == arena.stats().slots_live == 0  # type: ignore[attr-defined]
+    assert re.fullmatch(r"\d+ (True|False) \d+\n", capsys.readouterr().out)
+
+
+def test_the_replay_table_is_what_the_command_prints(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay"]) == 0
+    assert capsys.readouterr().out == block(repository, "replay")
+
+
+def test_the_table_of_options_is_complete(repository: Path) -> None:
+    assert block(repository, "options") == markdown_table() + "\n"
+
+
+def test_the_readme_names_files_that_exist(repository: Path) -> None:
+    named = re.findall(r"`((?:avmp|tests|bench|kernels)/[\w./]*)`", (repository / "README.md").read_text())
+    assert len(named) > 15
+    assert [name for name in named if not (repository / name).exists()] == []
