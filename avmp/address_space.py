@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -21,6 +22,12 @@ from avmp.layout import Layout
 from avmp.migration import plan_relocation
 from avmp.options import Options
 from avmp.page_pool import Pool
+
+MOST_GAP_PAGES = 256
+"""Pages that the page pool takes from the gap beyond its need, at most: 1/64 of a small arena."""
+
+OBSTACLES = ("awaiting", "pinned", "floor")
+"""What may hold memory back that is not in use: tickets that are not retired, pins, floors."""
 
 
 class Event(NamedTuple):
@@ -47,6 +54,7 @@ class Counters:
     units_given_up: int = 0
     units_moved: int = 0
     bytes_moved: int = 0
+    relocations: int = 0
     tail_copies: int = 0
     peak_used_bytes: int = 0
 
@@ -75,7 +83,7 @@ class AddressSpace:
     ``plain_frees`` says that freeing a unit has no consequence beyond the tables (no poison, no events), and
     ``plain[kind]`` that handing one out has none either (no zeroing).
 
-    The one inequality that keeps the pools apart, true after every commit, is ``Layout.fits``:
+    The one inequality that keeps the pools apart, true after every commit, is ``Layout.holds``:
     ``(first_slot + slots.extent) * slot_bytes <= (page_count - pages.extent) * page_bytes``.
     """
 
@@ -86,6 +94,8 @@ class AddressSpace:
         self.effects = EffectList()
         self.counters = Counters()
         self.events: list[Event] | None = [] if options.events else None
+        self.retired = -(2**63)
+        self._handful = min(self.pages.capacity // 64, MOST_GAP_PAGES)
         self.releasable: Callable[..., tuple[int, int]] | None = None
         for pool, floor in ((self.pages, options.floor_pages), (self.slots, options.floor_slots)):
             pool.floor = min(floor, pool.capacity)
@@ -118,42 +128,42 @@ class AddressSpace:
 
     # -- planning --------------------------------------------------------------------------------------------------
 
-    def possible(self, pages: int, slots: int, *, pins: bool = True, tickets: bool = True, floors: bool = True) -> bool:
+    def possible(self, pages: int, slots: int, lifted: frozenset[str] = frozenset()) -> bool:
         """Whether ``pages`` more pages and ``slots`` more slots (negative: fewer) can be held together, moving what
-        may be moved. The keywords leave out one kind of obstacle, to find out which one is in the way."""
+        may be moved. ``lifted`` names obstacles to leave out, of OBSTACLES, to find out which are in the way."""
         if pages <= self.pages.free.count and slots <= self.slots.free.count:
             return True
-        return self.layout.fits(
-            self._least(self.pages, pages, pins, tickets, floors),
-            self._least(self.slots, slots, pins, tickets, floors),
-        )
+        return self.layout.holds(self._least(self.pages, pages, lifted), self._least(self.slots, slots, lifted))
 
-    def _least(self, pool: Pool, new: int, pins: bool, tickets: bool, floors: bool) -> int:
-        return max(pool.live + new, pool.floor if floors else 0, pool.pinned_extent(pins, tickets))
+    def _least(self, pool: Pool, new: int, lifted: frozenset[str] = frozenset()) -> int:
+        """The smallest extent with which the pool can hold ``new`` more units."""
+        pins, tickets = "pinned" not in lifted, "awaiting" not in lifted
+        live = pool.live - (pool.held_only_by(not pins, not tickets) if lifted else 0)
+        return max(live + new, 0 if "floor" in lifted else pool.floor, pool.pinned_extent(pins, tickets))
 
-    def require(self, operation: str, pages: int, slots: int) -> None:
-        """Returns if ``possible``, else counts the refusal and raises OutOfMemory with the numbers."""
-        if not self.possible(pages, slots):
-            shortage = self._shortage(operation, pages, slots)
+    def require(self, operation: str, pages: int, slots: int, freed_pages: int = 0, freed_slots: int = 0) -> None:
+        """Returns if ``possible`` once the operation has freed what it lets go of, else counts the refusal and raises
+        OutOfMemory with the numbers."""
+        if not self.possible(pages - freed_pages, slots - freed_slots):
+            shortage = self._shortage(operation, pages, slots, freed_pages, freed_slots)
             self.counters.attempts[f"refused: {shortage.reason}"] += 1
             raise OutOfMemory(shortage, self.releasable)
 
-    def _shortage(self, operation: str, pages: int, slots: int) -> Shortage:
-        least = {pool.kind: self._least(pool, new, True, True, True) for pool, new in self._needs(pages, slots)}
-        short_of: Kind = "page" if pages > self.pages.free.count else "slot"
-        if short_of == "page":
-            missing = least["page"] - self.layout.max_pages(least["slot"])
-        else:
-            missing = least["slot"] - self.layout.max_slots(least["page"])
+    def _shortage(self, operation: str, pages: int, slots: int, freed_pages: int, freed_slots: int) -> Shortage:
+        needs = (self.pages, pages - freed_pages), (self.slots, slots - freed_slots)
+        short_of, missing = self._missing(*(new for _, new in needs))
+        held = [(pool, max(pool.live + new, 0), pool.total_bytes) for pool, new in needs]
         return Shortage(
             operation=operation,
-            pool=short_of,
-            reason=self._reason(pages, slots),
+            pool=short_of.kind,
+            reason=self._reason(*(new for _, new in needs)),
             wanted_pages=pages,
             wanted_slots=slots,
-            wanted_bytes=max(pages, 0) * self.pages.total_bytes + max(slots, 0) * self.slots.total_bytes,
+            wanted_bytes=pages * self.pages.total_bytes + slots * self.slots.total_bytes,
+            freed_pages=freed_pages,
+            freed_slots=freed_slots,
             missing_units=missing,
-            missing_bytes=missing * (self.pages if short_of == "page" else self.slots).total_bytes,
+            missing_bytes=missing * short_of.total_bytes,
             gap_bytes=self.gap_bytes,
             free_pages=self.pages.free.count,
             free_slots=self.slots.free.count,
@@ -161,27 +171,27 @@ class AddressSpace:
             awaiting_slots=len(self.slots.awaiting()),
             pinned_pages=len(self.pages.pins),
             pinned_slots=len(self.slots.pins),
-            held_by_pins_bytes=sum(
-                max(pool.pinned_extent() - max(pool.live + new, pool.floor), 0) * pool.total_bytes
-                for pool, new in self._needs(pages, slots)
-            ),
-            held_by_floors_bytes=sum(
-                max(pool.floor - max(pool.live + new, 0), 0) * pool.total_bytes
-                for pool, new in self._needs(pages, slots)
-            ),
+            held_by_tickets_bytes=sum(max(p.pinned_extent(pins=False) - live, 0) * size for p, live, size in held),
+            held_by_pins_bytes=sum(max(p.pinned_extent(tickets=False) - live, 0) * size for p, live, size in held),
+            held_by_floors_bytes=sum(max(p.floor - live, 0) * size for p, live, size in held),
         )
 
-    def _needs(self, pages: int, slots: int) -> tuple[tuple[Pool, int], tuple[Pool, int]]:
-        return (self.pages, pages), (self.slots, slots)
+    def _missing(self, pages: int, slots: int) -> tuple[Pool, int]:
+        """The pool that is short, and how many units fewer of it would make room for the rest. That is the page pool
+        if it has to grow, unless the slots do not fit whatever becomes of the pages; where the pages do not fit
+        either, what is missing counts beside none."""
+        least_pages, least_slots = self._least(self.pages, pages), self._least(self.slots, slots)
+        if pages > self.pages.free.count and self.layout.holds(0, least_slots):
+            return self.pages, least_pages - self.layout.max_pages(least_slots)
+        beside = least_pages if self.layout.holds(least_pages, 0) else 0
+        return self.slots, least_slots - self.layout.max_slots(beside)
 
     def _reason(self, pages: int, slots: int) -> str:
-        awaiting_pages, awaiting_slots = len(self.pages.awaiting()), len(self.slots.awaiting())
-        if self.possible(pages - awaiting_pages, slots - awaiting_slots, tickets=False):
-            return "awaiting"
-        if self.possible(pages, slots, pins=False):
-            return "pinned"
-        if self.possible(pages, slots, floors=False):
-            return "floor"
+        """The fewest obstacles that would have to be lifted, joined by +; "bytes" if lifting all is not enough."""
+        for count in range(1, len(OBSTACLES) + 1):
+            for chosen in combinations(OBSTACLES, count):
+                if self.possible(pages, slots, frozenset(chosen)):
+                    return "+".join(chosen)
         return "bytes"
 
     # -- committing ------------------------------------------------------------------------------------------------
@@ -195,7 +205,7 @@ class AddressSpace:
         if page_target == self.pages.extent and slot_target == self.slots.extent:
             return
         outcome = "gap"
-        if not self.layout.fits(page_target, slot_target):
+        if not self.layout.holds(page_target, slot_target):
             # Only one pool is short: had both no free units left, the targets would be what `require` found to fit.
             if page_target > self.pages.extent:
                 moved = self._retract(self.slots, self.layout.max_slots(page_target), self.slots.live + slots)
@@ -204,9 +214,9 @@ class AddressSpace:
                 moved = self._retract(self.pages, self.layout.max_pages(slot_target), self.pages.live + pages)
                 page_target = self.pages.extent
             outcome = "relocated" if moved else "retracted"
-        elif self.layout.fits(page_target + self.pages.free.refill, slot_target):
+        elif page_target > self.pages.extent and self.layout.holds(page_target + self._handful, slot_target):
             # What lies in the gap costs either pool nothing, so pages, which are asked for most, come in handfuls.
-            page_target += self.pages.free.refill if page_target > self.pages.extent else 0
+            page_target += self._handful
         self.counters.attempts[outcome] += 1
         self.pages.grow(page_target)
         self.slots.grow(slot_target)
@@ -231,6 +241,7 @@ class AddressSpace:
     def _note_move(self, pool: Pool, virtual: Int64Array, destinations: Int64Array) -> None:
         """Counter, effect and event of a move that is about to be made."""
         self.counters.units_moved += len(virtual)
+        self.counters.relocations += len(virtual) > 0
         self.counters.bytes_moved += len(virtual) * pool.total_bytes
         physical = pool.physical_of_ranks(destinations)
         if self.options.record_effects:
@@ -288,7 +299,8 @@ class AddressSpace:
             self.effects.add("poison", pool.kind, destinations=physical)
 
     def retire(self, ticket: int) -> None:
-        """Drops what tickets up to ``ticket`` hold in either pool."""
+        """Drops what tickets up to ``ticket`` hold in either pool. ``retired`` is the highest one so far."""
+        self.retired = max(self.retired, ticket)
         for pool in self.pools:
             for virtual in pool.due(ticket):
                 self.drop(pool, virtual)

@@ -13,20 +13,20 @@ from avmp import growth, verifier
 from avmp.address_space import AddressSpace, Disturbance, Event
 from avmp.batch_tables import BatchTables, make_batch
 from avmp.effects import Launch, TableChanges
-from avmp.errors import ArenaTooSmall, Inconsistent, InvalidArgument, RowsExhausted, RowTooLong
+from avmp.errors import Inconsistent, InvalidArgument, RowsExhausted, RowTooLong
 from avmp.geometry import Geometry
 from avmp.growth import Counts, Prefixes
-from avmp.handles import ID_MASK, KIND_SHIFT, PAGE, SLOT, Handles, Int64Array, as_count
+from avmp.handles import ID_MASK, KIND_SHIFT, PAGE, Handles, Int64Array, as_count
 from avmp.layout import Layout
 from avmp.ledger import Ledger, Planned
 from avmp.operations import plan
 from avmp.options import Options
 from avmp.sequences import Rows, SequenceTable
+from avmp.startup import longest_sequence
 from avmp.statistics import Statistics, statistics_of
-from avmp.units import ceil_div, largest
+from avmp.units import largest
 
 Result = TypeVar("Result")
-_UNBOUNDED_TOKENS = 2**31 - 1
 
 
 class Allocator:
@@ -69,7 +69,7 @@ class Allocator:
             raise InvalidArgument(f"max_rows={max_rows!r}: expected at least 1")
         self.layout = layout
         self.options = options or Options()
-        tokens = _longest(layout, self.options, max_tokens_per_sequence)
+        tokens = longest_sequence(layout, self.options, max_tokens_per_sequence)
         width = layout.pages_per_sequence(tokens)
         table = SequenceTable(max_rows, width, layout.page_tokens, width * layout.page_tokens or tokens)
         table.dirty.enabled = self.options.record_effects
@@ -81,8 +81,9 @@ class Allocator:
         self._offset_mask = tokens_per_page - 1 if tokens_per_page & (tokens_per_page - 1) == 0 else 0
         self._hot = layout.has_pages and disturbance is None and not self.options.debug
         quick = disturbance is None and not self.options.debug
-        self._quick_by_kind = {p.kind: p for p in self._space.pools if quick and self._space.plain[p.kind]}
-        self._quick_by_code = {PAGE if kind == "page" else SLOT: p for kind, p in self._quick_by_kind.items()}
+        plain = self._space.plain
+        self._quick_pages = self._space.pages if quick and plain["page"] else None
+        self._quick_slots = self._space.slots if quick and plain["slot"] else None
 
     @property
     def _space(self) -> AddressSpace:
@@ -105,19 +106,20 @@ class Allocator:
 
         ``prefix`` is what they start from: a snapshot or a ``Prefix`` for all of them, or one (or None) for each.
         The tokens of the prefix are part of the count. Its pages are shared; where it ends inside a page, whoever
-        appends first copies that page.
+        appends first copies that page. Raises OutOfMemory, RowsExhausted, RowTooLong.
         """
         handles: Int64Array = self._run("admit", token_counts, prefix)
         return handles
 
     def extend(self, sequences: Handles, counts: Counts = 1) -> None:
-        """Room for ``counts`` more tokens (one integer, or one for each sequence)."""
+        """Room for ``counts`` more tokens (one integer, or one for each sequence). Raises OutOfMemory, RowTooLong."""
         table = self._ledger.table
         rows = table.rows(sequences)
         if type(counts) is int and counts == 1 and self._hot and not table.flagged:
             self._extend_by_one(rows)
         else:
-            self._run("extend", sequences, counts)
+            self._require_whole()
+            self._commit("extend", growth.plan_extend(self._ledger, table.ids(rows), counts))
 
     def _extend_by_one(self, rows: Rows) -> None:
         """``extend`` where each row grows by one token and no tail is shared: the decoding step. Numpy calls, about
@@ -167,7 +169,8 @@ class Allocator:
 
     def fork(self, sequence: int, n: int = 1) -> Int64Array:
         """``n`` new sequences equal to this one, int64 handles: full pages are shared, a partly filled tail page
-        and the state slot are copied at once. Nothing is pending in any of them afterwards."""
+        and the state slot are copied at once. Nothing is pending afterwards, in the parent neither. Raises OutOfMemory,
+        RowsExhausted."""
         handles: Int64Array = self._run("fork", sequence, n)
         return handles
 
@@ -175,7 +178,7 @@ class Allocator:
         """Beam search: sequence i goes on from what sequence ``parents[i]`` (an index into ``sequences``) was.
 
         One child of each parent takes over its pages and slot; the others share full pages and copy the tail and
-        the slot. What has no child is let go of first. Nothing is pending afterwards.
+        the slot. What has no child is let go of first. Nothing is pending afterwards. Raises OutOfMemory.
         """
         self._run("reorder", sequences, parents)
 
@@ -187,7 +190,7 @@ class Allocator:
     def snapshot(self, sequence: Iterable[int]) -> Int64Array: ...
     def snapshot(self, sequence: Any) -> Any:
         """A position to come back to: one slot of its own, and references to the sequence's pages. Yields a handle
-        for one sequence, int64 handles for several. It outlives its sequence."""
+        for one sequence, int64 handles for several. It outlives its sequence. Raises OutOfMemory."""
         handles = self._run("snapshot", sequence)
         return int(handles[0]) if isinstance(sequence, (int, np.integer)) else handles
 
@@ -222,7 +225,8 @@ class Allocator:
         return handles
 
     def swap_in(self, swapped: Handles) -> Int64Array:
-        """They are back, byte for byte, with new sequence handles (int64, in the same order)."""
+        """They are back, byte for byte, with new sequence handles (int64, in the same order). Raises OutOfMemory,
+        RowsExhausted."""
         handles: Int64Array = self._run("swap_in", swapped)
         return handles
 
@@ -238,9 +242,9 @@ class Allocator:
     def take(self, kind: str, n: int) -> Int64Array: ...
     def take(self, kind: str, n: int | None = None) -> int | Int64Array:
         """``n`` pages or slots (``kind`` is ``"page"`` or ``"slot"``) that the caller's handles hold, int64; without
-        ``n`` one of them, as an integer."""
+        ``n`` one of them, as an integer. Raises OutOfMemory."""
         if n is None:
-            pool = self._quick_by_kind.get(kind)  # type: ignore[call-overload]
+            pool = self._quick_pages if kind == "page" else self._quick_slots if kind == "slot" else None
             if pool is not None and pool.free.count and not self._committing:
                 try:
                     handle: int = pool.take_one(1)
@@ -254,7 +258,7 @@ class Allocator:
     def give(self, handles: Handles) -> None:
         """Gives back what ``take`` or ``retain`` holds; units that nobody else holds become free."""
         if type(handles) is int and not self._committing:
-            pool = self._quick_by_code.get(handles >> KIND_SHIFT)
+            pool = self._quick_pages if handles >> KIND_SHIFT == PAGE else self._quick_slots
             if pool is not None and pool.is_sole(handles):
                 try:
                     pool.free_one(handles & ID_MASK)
@@ -265,11 +269,12 @@ class Allocator:
         self._run("give", handles)
 
     def retain(self, handles: Handles) -> None:
-        """One more holder for each page or slot, to be undone with ``give``: for prefix caches."""
+        """One more holder for each page or slot, to be undone with ``give``: for prefix caches. A sequence that
+        appends into a page held like this goes on writing in place, unless it got the page from a prefix."""
         self._run("retain", handles)
 
     def pin(self, handles: Handles) -> None:
-        """Each unit stays where it is, and bound, until ``unpin``: for readers by physical id."""
+        """Each unit stays where it is, and bound, until ``unpin``: for readers by physical id. A pin is a holder."""
         self._run("pin", handles)
 
     def unpin(self, handles: Handles) -> None:
@@ -289,6 +294,7 @@ class Allocator:
 
     def fits(self, operation: str, *arguments: Any, **keywords: Any) -> bool:
         """Whether the operation of that name would succeed with these arguments now. Bad arguments raise."""
+        self._require_whole()
         try:
             planned = plan(self._ledger, operation, *arguments, **keywords)
         except (RowsExhausted, RowTooLong):
@@ -330,31 +336,42 @@ class Allocator:
         adds rows of zeros behind.
         """
         self._require_whole()
-        table, rows = self._ledger.table, self._rows(sequences)
-        tables, begin = make_batch(self._ledger, rows, query_lens, pad_to)
-        self._committing = True
-        table.begin[rows] = begin
-        table.mark[rows] = table.length[rows]
-        self._committing = False
+        tables, begin = make_batch(self._ledger, self._rows(sequences), query_lens, pad_to)
+        self._take_up(tables, begin)
         return tables
+
+    def _take_up(self, tables: BatchTables, begin: Int64Array) -> None:
+        """The pending tokens of a batch are taken up: what is added from now on is the next step's."""
+        table = self._ledger.table
+        self._committing = True
+        table.begin[tables.rows] = begin
+        table.mark[tables.rows] = table.length[tables.rows]
+        self._committing = False
 
     def lengths(self, sequences: Handles) -> Int64Array:
         """Tokens in each sequence, int64: a copy."""
         return self._ledger.table.length[self._ids(sequences)]
 
     def slot_mapping(self, sequences: Handles) -> Int64Array:
-        """Virtual token slot, ``page * page_tokens + offset``, of each sequence's last token, int64; -1 without one."""
-        return self._ledger.table.cursor[self._rows(sequences)]
+        """Virtual token slot, ``page * page_tokens + offset``, of each sequence's last token, int64; -1 without one,
+        below page_tokens where ``release_front`` has given up its page."""
+        return self._ledger.table.cursor[self._rows(sequences)].copy()
 
     def block_table(self, sequences: Handles) -> NDArray[np.int32]:
-        """Rows of the block table, int32 ``[sequences, row_width]``: a view where the rows are consecutive."""
-        return self._ledger.table.block_table[self._rows(sequences)]
+        """Block-table rows, int32 ``[sequences, row_width]``, read-only: a view where the rows are consecutive."""
+        rows = self._ledger.table.block_table[self._rows(sequences)]
+        rows.flags.writeable = False
+        return rows
 
     def drain(self) -> tuple[list[Launch], TableChanges]:
         """What the device has to do since the last call: data effects in order, then the final values of all table
         entries that changed."""
+        self._require_whole()
         space, table = self._space, self._ledger.table
+        self._committing = True
+        launches = space.effects.drain()
         pages, slots, cells = space.pages.drain_dirty(), space.slots.drain_dirty(), table.dirty.drain()
+        self._committing = False
         changes = TableChanges(
             page_ids=pages,
             page_values=space.pages.physical[pages],
@@ -363,7 +380,7 @@ class Allocator:
             cells=cells,
             cell_values=table.block_table.reshape(-1)[cells],
         )
-        return space.effects.drain(), changes
+        return launches, changes
 
     # -- looking inside --------------------------------------------------------------------------------------------
 
@@ -399,7 +416,7 @@ class Allocator:
         return self._commit(operation, plan(self._ledger, operation, *arguments))
 
     def _commit(self, operation: str, planned: Planned[Result]) -> Result:
-        self._space.require(operation, planned.pages - planned.freed_pages, planned.slots - planned.freed_slots)
+        self._space.require(operation, planned.pages, planned.slots, planned.freed_pages, planned.freed_slots)
         self._committing = True
         if planned.release is not None:
             planned.release()
@@ -416,29 +433,3 @@ class Allocator:
             raise Inconsistent("an earlier operation was interrupted while it committed; make a new allocator")
         if self.options.debug and threading.get_ident() != self._owner:
             raise InvalidArgument("an allocator belongs to the thread that made it; this call comes from another")
-
-
-def _longest(layout: Layout, options: Options, asked: int | None) -> int:
-    """Tokens per sequence, checked to fit beside the floors."""
-    if asked is not None and (isinstance(asked, bool) or not isinstance(asked, int) or asked < 1):
-        raise InvalidArgument(f"max_tokens_per_sequence={asked!r}: expected at least 1")
-    if not layout.has_pages:
-        tokens = asked or (layout.geometry and layout.geometry.max_position_embeddings) or _UNBOUNDED_TOKENS
-        pages = 0
-    else:
-        known = layout.geometry.max_position_embeddings if layout.geometry else None
-        if asked is None and known is None:
-            raise InvalidArgument("max_tokens_per_sequence must be given: the model's configuration names no maximum")
-        slots = max(1, options.floor_slots) if layout.has_slots else 0
-        room = (layout.max_pages(slots) if layout.fits(0, slots) else 0) * layout.page_tokens
-        tokens = asked if asked is not None else max(min(known or 0, room), 1)
-        pages = ceil_div(tokens, layout.page_tokens)
-    slots = max(int(layout.has_slots), options.floor_slots)
-    if not layout.fits(max(pages, options.floor_pages), slots):
-        raise ArenaTooSmall(
-            f"arena of {layout.arena_bytes:,} B cannot hold one sequence of {tokens} tokens ({pages} pages of "
-            f"{layout.page_total_bytes:,} B, {int(layout.has_slots)} slots of {layout.slot_total_bytes:,} B) beside "
-            f"the null area of {layout.null_bytes:,} B and floors of {options.floor_pages} pages and "
-            f"{options.floor_slots} slots; use more memory or a smaller max_tokens_per_sequence"
-        )
-    return tokens

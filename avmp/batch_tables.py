@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from avmp.errors import InvalidArgument
 from avmp.growth import Counts
-from avmp.handles import Int64Array, as_counts
+from avmp.handles import MOST, NOTHING, Int64Array, as_count, as_counts
 from avmp.ledger import Ledger
 from avmp.sequences import Rows, SequenceTable
 
@@ -26,7 +26,8 @@ class BatchTables:
 
     * ``block_table`` int32 ``[R, row_width]``, ``seq_lens`` int32 ``[R]`` (this step's tokens included),
       ``query_start_loc`` int32 ``[R + 1]``, ``state_indices`` int32 ``[R]``, ``has_initial_state`` bool ``[R]``;
-    * ``slot_mapping`` int64 ``[num_tokens]``: ``page * page_tokens + offset`` of each token of this step.
+    * ``slot_mapping`` int64 ``[num_tokens]`` (empty without attention layers): ``page * page_tokens + offset`` of each
+      token of this step; below ``first_valid_id * page_tokens`` where ``release_front`` has given up the page.
     """
 
     table: SequenceTable
@@ -44,8 +45,11 @@ class BatchTables:
 
     @cached_property
     def block_table(self) -> NDArray[np.int32]:
-        """See the class. Gathered when first asked for; a view where the rows are consecutive and nothing pads."""
-        return _padded(self.table.block_table[self.rows], len(self.seq_lens))
+        """See the class. Gathered when first asked for, so ask before the next change; read-only, and a view where the
+        rows are consecutive and nothing pads."""
+        rows = _padded(self.table.block_table[self.rows], len(self.seq_lens))
+        rows.flags.writeable = False
+        return rows
 
 
 def make_batch(
@@ -57,7 +61,7 @@ def make_batch(
     """
     table = ledger.table
     count = table.count(rows)
-    padded = count if pad_to is None else pad_to
+    padded = count if pad_to is None else as_count(pad_to, "batch: pad_to")
     if padded < count:
         raise InvalidArgument(f"batch: pad_to={pad_to} is less than the {count} sequences")
     lengths, marks = table.length[rows], table.mark[rows]
@@ -71,6 +75,8 @@ def make_batch(
     max_query_len = int(queries.max(initial=0))
     ends = np.cumsum(queries)
     total = int(ends[-1]) if count else 0
+    if total > MOST:
+        raise InvalidArgument(f"batch: {total} tokens in one step; query_start_loc is int32")
     slot_mapping = _slot_mapping(ledger, rows, lengths, queries, ends, total, max_query_len)
     starts = np.zeros(padded + 1, dtype=np.int32)
     starts[1 : count + 1] = ends
@@ -85,7 +91,7 @@ def make_batch(
         seq_lens=_padded(lengths.astype(np.int32), padded),
         query_start_loc=starts,
         slot_mapping=slot_mapping,
-        state_indices=_padded(table.slot[rows], padded),
+        state_indices=_padded(table.slot[rows].copy(), padded),
         has_initial_state=_padded(lengths > queries, padded),
     )
     return tables, begin
@@ -96,14 +102,13 @@ def _slot_mapping(
 ) -> Int64Array:
     table = ledger.table
     if not ledger.has_pages:
-        return np.zeros(total, dtype=np.int64)
+        return NOTHING
     if longest <= 1 and total == len(queries):
         return table.cursor[rows].copy()
     row = np.repeat(table.ids(rows), queries)
     position = np.repeat(lengths - ends, queries) + np.arange(total)
     column, offset = np.divmod(position, ledger.page_tokens)
-    page = table.block_table[row, column].astype(np.int64)
-    return np.where(page > 0, page * ledger.page_tokens + offset, 0)
+    return table.block_table[row, column].astype(np.int64) * ledger.page_tokens + offset
 
 
 def _padded(values: NDArray[Scalar], rows: int) -> NDArray[Scalar]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from avmp.errors import InvalidArgument
 from avmp.growth import Counts, held_by
-from avmp.handles import SNAPSHOT, Int64Array, as_count, as_counts
+from avmp.handles import NOTHING, SNAPSHOT, Int64Array, as_count, as_counts
 from avmp.ledger import Ledger, Planned
 from avmp.sequences import Snapshot
 
@@ -31,13 +31,15 @@ def plan_fork(ledger: Ledger, row: int, n: int = 1) -> Planned[Int64Array]:
 
 def _fork(ledger: Ledger, row: int, count: int) -> Int64Array:
     table = ledger.table
+    if not count:
+        return NOTHING
     rows = table.occupy(count)
     tails, slots = _bind_copies(ledger, [row] * count)
     likeness = _Likeness(ledger, row)
     table.set_length(row, likeness.length)
-    for child, tail, slot in zip(rows.tolist(), tails, slots, strict=True):
+    for child, tail, slot in zip(rows, tails, slots, strict=True):
         _be_like(ledger, child, likeness, tail, slot)
-    return table.handle[rows]
+    return table.handles(rows)
 
 
 class _Likeness:
@@ -87,8 +89,8 @@ def _be_like(ledger: Ledger, row: int, likeness: _Likeness, tail: int, slot: int
 
 def plan_reorder(ledger: Ledger, rows: Int64Array, parents: Iterable[int]) -> Planned[None]:
     """Row i goes on from what row ``parents[i]`` was; rows without a child let go of theirs first."""
-    chosen = np.asarray(parents if isinstance(parents, np.ndarray) else list(parents), dtype=np.int64)
-    if chosen.shape != (len(rows),) or (len(rows) and not 0 <= int(chosen.min()) <= int(chosen.max()) < len(rows)):
+    chosen = as_counts(parents, len(rows), "reorder: parents")
+    if len(rows) and int(chosen.max()) >= len(rows):
         raise InvalidArgument(f"reorder: parents must be {len(rows)} indices below {len(rows)}, got {chosen.tolist()}")
     keeper: dict[int, int] = {}
     for child, parent in enumerate(chosen.tolist()):

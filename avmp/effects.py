@@ -36,7 +36,7 @@ class Launch(NamedTuple):
 class TableChanges:
     """Final values of every table entry that changed: ids and values pair up, ids ascend and are unique.
 
-    ``block_table`` entries are addressed by ``row * row_width + column``.
+    ``cells`` are entries of the block table, ``row * row_width + column``.
     """
 
     page_ids: Int64Array
@@ -92,7 +92,8 @@ def merge(effects: list[Launch]) -> list[Launch]:
             last is None
             or effect.operation == "move"
             or (last.operation, last.pool, last.swapped) != (effect.operation, effect.pool, effect.swapped)
-            or not writes.isdisjoint(read | written)
+            or not writes.isdisjoint(written)
+            or not writes.isdisjoint(read)
             or not reads.isdisjoint(written)
         ):
             launches.append([])

@@ -1,7 +1,7 @@
 """Every error that avmp raises on purpose.
 
-All of them derive from :class:`AvmpError`, carry the numbers that decided, and are raised before anything has
-changed: whoever catches one finds every table, page and byte as it was.
+All of them derive from :class:`AvmpError` and carry the numbers that decided. But for :class:`Inconsistent`, they are
+raised before anything has changed: whoever catches one finds every table, page and byte as it was.
 """
 
 from __future__ import annotations
@@ -40,15 +40,18 @@ class RowsExhausted(AvmpError):
 
 
 class RowTooLong(AvmpError):
-    """A sequence would outgrow its block-table row, that is ``max_tokens_per_sequence``."""
+    """A sequence would outgrow its block-table row: ``max_tokens_per_sequence``, rounded up to whole pages."""
 
 
 @dataclass(frozen=True)
 class Shortage:
     """The numbers behind an :class:`OutOfMemory`. Units are pages or state slots, bytes are those of all lanes.
 
-    ``reason`` is ``"bytes"`` (the bytes are not there), ``"pinned"``, ``"awaiting"`` (held by tickets that have
-    not been retired) or ``"floor"``: what would have to be lifted for the call to succeed, the cheapest first.
+    ``reason`` is what would have to be lifted for the call to succeed: ``"awaiting"`` (tickets that have not been
+    retired), ``"pinned"``, ``"floor"``, several of these joined by ``+``, or ``"bytes"`` if the bytes are not there.
+    ``pool`` is the pool that is short, ``missing_units`` how many units fewer of it would make room for the rest.
+    ``freed_pages`` and ``freed_slots`` are what the operation itself lets go of first. ``held_by_…_bytes`` are bytes
+    of unused units that lie between live ones and a unit that must not move, or below a floor.
     """
 
     operation: str
@@ -57,6 +60,8 @@ class Shortage:
     wanted_pages: int
     wanted_slots: int
     wanted_bytes: int
+    freed_pages: int
+    freed_slots: int
     missing_units: int
     missing_bytes: int
     gap_bytes: int
@@ -66,6 +71,7 @@ class Shortage:
     awaiting_slots: int
     pinned_pages: int
     pinned_slots: int
+    held_by_tickets_bytes: int
     held_by_pins_bytes: int
     held_by_floors_bytes: int
 
@@ -106,11 +112,22 @@ class OutOfMemory(AvmpError, MemoryError):
 
     def _message(self) -> str:
         s = self.shortage
-        return (
+        freed = f", letting go of {s.freed_pages} and {s.freed_slots} first" if s.freed_pages or s.freed_slots else ""
+        parts = [
             f"{s.operation}: out of {s.pool}s ({s.reason}): wants {s.wanted_pages} pages and {s.wanted_slots} slots "
-            f"({s.wanted_bytes:,} B), {s.missing_units} {s.pool}s ({s.missing_bytes:,} B) are missing; "
-            f"free: {s.free_pages} pages, {s.free_slots} slots, gap {s.gap_bytes:,} B; "
-            f"awaiting tickets: {s.awaiting_pages} pages, {s.awaiting_slots} slots; "
-            f"pinned: {s.pinned_pages} pages, {s.pinned_slots} slots, holding back {s.held_by_pins_bytes:,} B; "
-            f"floors hold back {s.held_by_floors_bytes:,} B. To go on: {_ADVICE[s.reason]}"
-        )
+            f"({s.wanted_bytes:,} B){freed}; {s.missing_units} {s.pool}s ({s.missing_bytes:,} B) are missing",
+            f"free: {s.free_pages} pages, {s.free_slots} slots, gap {s.gap_bytes:,} B",
+        ]
+        if s.awaiting_pages or s.awaiting_slots or s.held_by_tickets_bytes:
+            parts.append(
+                f"awaiting tickets: {s.awaiting_pages} pages, {s.awaiting_slots} slots, holding back "
+                f"{s.held_by_tickets_bytes:,} B"
+            )
+        if s.pinned_pages or s.pinned_slots:
+            parts.append(
+                f"pinned: {s.pinned_pages} pages, {s.pinned_slots} slots, holding back {s.held_by_pins_bytes:,} B"
+            )
+        if s.held_by_floors_bytes:
+            parts.append(f"floors hold back {s.held_by_floors_bytes:,} B")
+        advice = " and ".join(_ADVICE[reason] for reason in s.reason.split("+"))
+        return f"{'; '.join(parts)}. To go on: {advice}"

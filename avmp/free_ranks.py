@@ -14,7 +14,7 @@ RESERVE_RANKS = 64
 """Ranks pulled from the map at a time in a large pool. A larger reserve makes a take cheaper and the order less
 exact: more live units then stand in the way of a retraction."""
 
-_FIRST_WINDOW = 512
+_FIRST_WINDOW = 128
 
 
 class FreeRanks:

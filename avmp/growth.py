@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from avmp.errors import InvalidArgument
-from avmp.handles import NOTHING, Handles, Int64Array, as_count, as_counts, as_handles
+from avmp.handles import NOTHING, Handles, Int64Array, as_count, as_counts, as_handles, as_list
 from avmp.ledger import Ledger, Planned
 from avmp.sequences import NO_WINDOW
 
@@ -25,11 +25,12 @@ class Prefix(NamedTuple):
 
 
 class Start(NamedTuple):
-    """A resolved prefix: how many tokens are there, in which pages (virtual ids), with whose state."""
+    """A resolved prefix: how many tokens are there, in which pages (virtual ids), and the slot that holds their
+    state (a virtual id; None for a sequence that starts from nothing). The rest is as in SequenceTable."""
 
     position: int
     pages: Int64Array
-    snapshot: int | None
+    slot: int | None
     front: int = 0
     window: int = NO_WINDOW
     history: tuple[int, ...] = ()
@@ -44,7 +45,7 @@ _EMPTY = Start(0, NOTHING, None)
 
 def plan_admit(ledger: Ledger, token_counts: Iterable[int], prefix: Prefixes = None) -> Planned[Int64Array]:
     """New sequences of these total lengths, one slot each; yields their handles."""
-    counts = [as_count(count, "admit: token count") for count in token_counts]
+    counts = [as_count(count, "admit: token count") for count in as_list(token_counts, "admit: token counts")]
     starts = None if prefix is None else _starts(ledger, prefix, len(counts))
     ledger.require_rows("admit", len(counts))
     ledger.require_width("admit", max(counts, default=0))
@@ -57,7 +58,7 @@ def plan_admit(ledger: Ledger, token_counts: Iterable[int], prefix: Prefixes = N
 
 def _starts(ledger: Ledger, prefix: Prefixes, count: int) -> list[Start]:
     single = isinstance(prefix, (int, np.integer, Prefix))
-    prefixes = [prefix] * count if single else list(prefix)  # type: ignore[arg-type]
+    prefixes = [prefix] * count if single else as_list(prefix, "admit: prefix")  # type: ignore[arg-type]
     if len(prefixes) != count:
         raise InvalidArgument(f"admit: {len(prefixes)} prefixes for {count} sequences; expected one, or one each")
     return [_start(ledger, item) for item in prefixes]  # type: ignore[arg-type]
@@ -74,10 +75,8 @@ def _start(ledger: Ledger, item: int | Prefix | None) -> Start:
     start = Start(snapshot.position, snapshot.pages, snapshot.slot, snapshot.front, snapshot.window, history)
     if prefix.pages is None:
         return start
-    pages = ledger.space.pages.resolve(as_handles(prefix.pages))
+    pages = _prefix_pages(ledger, prefix.pages)
     columns = len(snapshot.pages)
-    if len(np.unique(pages)) != len(pages):
-        raise InvalidArgument("prefix: a page is named twice")
     if len(pages) != columns:
         raise InvalidArgument(
             f"prefix: {len(pages)} pages, but the snapshot's position {snapshot.position} needs exactly {columns}"
@@ -90,10 +89,15 @@ def _start_from_pages(ledger: Ledger, prefix: Prefix) -> Start:
         raise InvalidArgument("prefix: pages without a snapshot; state layers can only go on from a state")
     if prefix.pages is None:
         return _EMPTY
-    pages = ledger.space.pages.resolve(as_handles(prefix.pages))
+    pages = _prefix_pages(ledger, prefix.pages)
+    return Start(len(pages) * ledger.page_tokens, pages, None)
+
+
+def _prefix_pages(ledger: Ledger, handles: Handles) -> Int64Array:
+    pages = ledger.space.pages.resolve(as_handles(handles))
     if len(np.unique(pages)) != len(pages):
         raise InvalidArgument("prefix: a page is named twice")
-    return Start(len(pages) * ledger.page_tokens, pages, None)
+    return pages
 
 
 def _pages_beyond(ledger: Ledger, counts: list[int], starts: list[Start]) -> int:
@@ -109,23 +113,24 @@ def _pages_beyond(ledger: Ledger, counts: list[int], starts: list[Start]) -> int
 
 def _admit(ledger: Ledger, counts: list[int], starts: list[Start] | None) -> Int64Array:
     table, space = ledger.table, ledger.space
-    rows = table.occupy(len(counts))
+    taken = table.occupy(len(counts))
+    rows = np.array(taken, dtype=np.int64)
     if ledger.has_slots and counts:
         table.slot[rows] = slots = space.bind(space.slots, len(rows), fresh=starts is None)
     if starts is None:
         grow_rows(ledger, rows, np.array(counts, dtype=np.int64))
-        return table.handle[rows]
-    for row, start in zip(rows.tolist(), starts, strict=True):
+        return table.handles(taken)
+    for row, start in zip(taken, starts, strict=True):
         _begin(ledger, row, start)
     beyond = [count - start.position for count, start in zip(counts, starts, strict=True)]
     grow_rows(ledger, rows, np.array(beyond, dtype=np.int64))
     if ledger.has_slots and counts:
-        stateful = np.array([start.snapshot is not None for start in starts])
+        stateful = np.array([start.slot is not None for start in starts])
         if space.zeroed["slot"]:
             space.zero(space.slots, slots[~stateful])
-        sources = [start.snapshot for start in starts if start.snapshot is not None]
+        sources = [start.slot for start in starts if start.slot is not None]
         space.copy(space.slots, np.array(sources, dtype=np.int64), slots[stateful])
-    return table.handle[rows]
+    return table.handles(taken)
 
 
 def _begin(ledger: Ledger, row: int, start: Start) -> None:
@@ -244,9 +249,9 @@ def plan_retire(ledger: Ledger, ticket: int) -> Planned[None]:
 
 
 def require_ticket(what: str, ticket: int) -> None:
-    """Raises InvalidArgument unless this is an integer."""
-    if isinstance(ticket, bool) or not isinstance(ticket, (int, np.integer)):
-        raise InvalidArgument(f"{what}={ticket!r}: expected an integer")
+    """Raises InvalidArgument unless this is an integer that fits into 64 bits."""
+    if isinstance(ticket, bool) or not isinstance(ticket, (int, np.integer)) or not abs(ticket) < 2**63:
+        raise InvalidArgument(f"{what}={ticket!r}: expected an integer of 64 bits")
 
 
 def held_by(ledger: Ledger, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
@@ -267,7 +272,7 @@ def release_rows(ledger: Ledger, rows: Int64Array, after: int | None = None) -> 
     if ledger.has_slots:
         held.append((space.slots, slots))
     for pool, virtual in held:
-        if after is None:
+        if after is None or after <= space.retired:
             space.drop(pool, virtual)
         else:
             pool.hold(int(after), virtual)

@@ -158,9 +158,13 @@ class Layout:
     def fits(self, pages: int = 0, slots: int = 0) -> bool:
         """Whether an empty arena holds so many pages and slots at once."""
         _require_counts(pages=pages, slots=slots)
-        if self.has_pages and self.has_slots:
+        return self.holds(pages, slots)
+
+    def holds(self, pages: int, slots: int) -> bool:
+        """The same, for an allocator in a hurry: the counts are integers of 0 or more."""
+        if self.page_bytes and self.slot_bytes:
             return (self.first_slot + slots) * self.slot_bytes <= (self.page_count - pages) * self.page_bytes
-        if self.has_pages:
+        if self.page_bytes:
             return slots == 0 and self.first_page + pages <= self.page_count
         return pages == 0 and self.first_slot + slots <= self.slot_count
 

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar, overload
 
+import numpy as np
+
 from avmp.address_space import AddressSpace
-from avmp.errors import RowsExhausted, RowTooLong, StaleHandle
-from avmp.handles import SNAPSHOT, SWAPPED, Int64Array, describe_handle, make_handle
+from avmp.errors import InvalidArgument, RowsExhausted, RowTooLong, StaleHandle
+from avmp.handles import ID_MASK, KIND_SHIFT, SNAPSHOT, SWAPPED, Int64Array, describe_handle, make_handle
 from avmp.sequences import SequenceTable, Snapshot, Swapped
 
 Result = TypeVar("Result")
@@ -59,10 +61,12 @@ class Ledger:
     def issue(self, kind: int) -> int:
         """A handle for a new snapshot or swapped sequence."""
         self.issued += 1
-        return make_handle(kind, self.issued & 0xFFFFFFFF, self.issued >> 32)
+        return make_handle(kind, self.issued & ID_MASK, self.issued >> 32)
 
     def snapshot(self, handle: int) -> Snapshot:
         """The snapshot of a handle. Raises StaleHandle."""
+        if not isinstance(handle, (int, np.integer)):
+            raise InvalidArgument(f"{handle!r}: expected the integer handle of a snapshot")
         snapshot = self.snapshots.get(int(handle))
         if snapshot is None:
             raise StaleHandle(f"{describe_handle(handle)}: {self._lost(int(handle), SNAPSHOT)}")
@@ -77,7 +81,7 @@ class Ledger:
 
     def _lost(self, handle: int, kind: int) -> str:
         what = {SNAPSHOT: "snapshot", SWAPPED: "swapped sequence"}[kind]
-        mine = handle > 0 and handle >> 59 == kind and 0 < handle & 0xFFFFFFFF <= self.issued
+        mine = handle > 0 and handle >> KIND_SHIFT == kind and 0 < handle & ID_MASK <= self.issued
         return f"this {what} is gone already" if mine else f"not a {what} of this allocator"
 
     def require_rows(self, operation: str, count: int) -> None:

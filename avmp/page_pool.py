@@ -133,7 +133,7 @@ class Pool:
         self._loose[virtual] = loose
         self._dirty[virtual] = 1
         self.live += 1
-        return self._base | (self._generation[virtual] & GENERATION_MASK) << 32 | virtual
+        return self._base | self._generation[virtual] << 32 | virtual
 
     def is_sole(self, handle: int) -> bool:
         """Whether this is a live handle of this pool and the only holder of its unit."""
@@ -142,14 +142,14 @@ class Pool:
             0 < virtual <= self.capacity
             and self._references[virtual] == 1
             and self._loose[virtual] == 1
-            and handle == self._base | (self._generation[virtual] & GENERATION_MASK) << 32 | virtual
+            and handle == self._base | self._generation[virtual] << 32 | virtual
         )
 
     def free_one(self, virtual: int) -> int:
         """Frees one unit whose only holder lets go; returns its physical id."""
         physical = self._physical[virtual]
         self._physical[virtual] = self._references[virtual] = self._loose[virtual] = 0
-        self._generation[virtual] += 1
+        self._generation[virtual] = self._generation[virtual] + 1 & GENERATION_MASK
         self.live -= 1
         self.free.give_one((physical - self.origin) * self.step)
         self._unbound[self.spare] = virtual
@@ -184,7 +184,7 @@ class Pool:
         physical = self.physical[virtual].astype(np.int64)
         self.physical[virtual] = 0
         self.references[virtual] = 0
-        self.generation[virtual] += 1
+        self.generation[virtual] = self.generation[virtual] + 1 & GENERATION_MASK
         self.live -= len(virtual)
         self.free.give(self.origin - physical if self.step < 0 else physical - self.origin)
         self.unbound[self.spare : self.spare + len(virtual)] = virtual
@@ -196,20 +196,19 @@ class Pool:
 
     def handles(self, virtual: Int64Array) -> Int64Array:
         """Handles, int64, of bound virtual ids; 0 stays 0."""
-        generation = (self.generation[virtual] & GENERATION_MASK).astype(np.int64)
+        generation = self.generation[virtual].astype(np.int64)
         return np.where(virtual == 0, 0, self._base | generation << 32 | virtual)
 
     def handle_of(self, virtual: int) -> int:
         """The handle of one bound virtual id."""
-        return make_handle(self._handle_kind, virtual, self._generation[virtual] & GENERATION_MASK)
+        return make_handle(self._handle_kind, virtual, self._generation[virtual])
 
     def resolve(self, handles: Int64Array) -> Int64Array:
         """Virtual ids, int64, of live handles. Raises StaleHandle for the first that is not live."""
         virtual = handles & ID_MASK
         inside = (virtual > 0) & (virtual <= self.capacity)
         known = np.where(inside, virtual, 0)
-        generation = self.generation[known] & GENERATION_MASK
-        good = inside & (handles >> 32 == (self._base >> 32 | generation)) & (self.references[known] > 0)
+        good = inside & (handles >> 32 == (self._base >> 32 | self.generation[known])) & (self.references[known] > 0)
         if not good.all():
             raise StaleHandle(self._explain(int(handles[np.argmin(good)])))
         return virtual
@@ -218,7 +217,7 @@ class Pool:
         virtual = handle & ID_MASK
         if handle >> KIND_SHIFT != self._handle_kind or not 0 < virtual <= self.capacity:
             return f"{describe_handle(handle)} is foreign: expected a {self.kind} of this allocator"
-        generation, now = handle >> 32 & GENERATION_MASK, self._generation[virtual] & GENERATION_MASK
+        generation, now = handle >> 32 & GENERATION_MASK, self._generation[virtual]
         if generation > now or (generation == now and not self._references[virtual]):
             return f"{describe_handle(handle)} is foreign: this allocator has not handed it out"
         return f"{describe_handle(handle)} is stale: it was freed, {self.kind} {virtual} is at generation {now} now"
@@ -248,6 +247,14 @@ class Pool:
         ids, counts = self.ticket_counts()
         only: Int64Array = ids[self.references[ids] == counts]
         return only
+
+    def held_only_by(self, pins: bool, tickets: bool) -> int:
+        """How many units nobody but pins, or tickets, or either, holds."""
+        held: Counter[int] = Counter(self.pins) if pins else Counter()
+        if tickets:
+            ids, counts = self.ticket_counts()
+            held.update(dict(zip(ids.tolist(), counts.tolist(), strict=True)))
+        return sum(self._references[virtual] == count for virtual, count in held.items())
 
     def pinned_extent(self, pins: bool = True, tickets: bool = True) -> int:
         """The smallest extent that keeps every pinned unit, and every unit that a ticket holds, where it is."""

@@ -37,8 +37,8 @@ class Snapshot:
     """A position to go back to: one slot of its own, and references to the pages that it reads.
 
     ``pages`` are virtual ids, int64, one per block-table column, 0 where ``release_front`` had taken a column away.
-    ``lineage`` holds the snapshots that lay before this one on its sequence's history, oldest first: each of them is
-    a prefix of this one.
+    ``front`` and ``window`` are those of its sequence at that time (see SequenceTable). ``lineage`` holds the
+    snapshots that lay before this one on its sequence's history, oldest first: each of them is a prefix of this one.
     """
 
     position: int
@@ -51,7 +51,8 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Swapped:
-    """A sequence whose bytes are in host memory: how many pages and slots to bring back, and its row's integers."""
+    """A sequence whose bytes are in host memory: how many pages and slots to bring back, and its row's integers
+    (see SequenceTable)."""
 
     length: int
     columns: int
@@ -71,11 +72,15 @@ class SequenceTable:
       from the length, the tokens from ``mark`` on are pending; once they are equal, those from ``begin`` on are;
     * ``next_cell``: where in ``cells`` the next page goes, ``row * row_width + ceil(length / page_tokens)``;
     * ``front`` (int32): columns that ``release_front`` has given up; they stay, as 0;
+    * ``window``: how many tokens before the next one are still read, at most: what the calls of ``release_front``
+      have left in front of the then last token; NO_WINDOW where all are read;
     * ``slot`` (int32): virtual id of the state slot, 0 where there are no state layers;
+    * ``handle``: the present handle, 0 for a free row; ``generation`` (int32): which life of the row it is;
     * ``tail_shared`` (bool): the row may append into a page that others hold too; ``flagged`` counts these rows.
 
-    ``block_table`` is int32 ``[max_rows, row_width]``, ``cells`` the same memory in one dimension. ``longest`` is an
-    upper bound of all lengths.
+    ``block_table`` is int32 ``[max_rows, row_width]``, ``cells`` the same memory in one dimension and ``first_cell``
+    where each row begins in it. ``longest`` is an upper bound of all lengths. ``history[row]`` are the snapshots that
+    hold a prefix of what the row holds, oldest first; dropped ones are skipped by whoever reads it.
     """
 
     def __init__(self, max_rows: int, row_width: int, page_tokens: int, max_tokens: int) -> None:
@@ -131,13 +136,13 @@ class SequenceTable:
         if isinstance(sequences, (int, np.integer)):
             row = self.row(sequences)
             return slice(row, row + 1)
-        handles = sequences if isinstance(sequences, np.ndarray) else as_handles(sequences)
-        if len(handles) == 1 and handles.ndim == 1:
+        handles = as_handles(sequences)
+        if len(handles) == 1:
             return self.rows(handles[0])
         key = handles.tobytes()
         known = self._known.get(key)
-        if known is None or handles.dtype != np.int64:
-            known = self._look_up(as_handles(handles))
+        if known is None:
+            known = self._look_up(handles)
             if len(self._known) >= 8:
                 self._known.clear()
             self._known[key] = known
@@ -154,13 +159,14 @@ class SequenceTable:
         ordered = np.sort(rows)
         if (ordered[1:] == ordered[:-1]).any():
             raise InvalidArgument("a sequence is named twice in one call; expected distinct sequences")
+        rows.flags.writeable = False  # kept, and handed out with batches
         return rows
 
     def row(self, sequence: int | np.integer) -> int:
         """The row of one live sequence; raises as ``rows`` does."""
+        if not isinstance(sequence, (int, np.integer)):
+            raise InvalidArgument(f"{sequence!r}: expected the integer handle of one sequence")
         handle = int(sequence)
-        if handle != sequence:
-            raise InvalidArgument(f"{sequence!r}: expected the integer handle of a sequence")
         row = handle & ID_MASK
         if handle <= 0 or row >= self.max_rows or self._handle[row] != handle:
             raise StaleHandle(self._explain(handle))
@@ -170,7 +176,7 @@ class SequenceTable:
         what, row = describe_handle(handle), handle & ID_MASK
         if handle <= 0 or handle >> KIND_SHIFT != SEQUENCE or row >= self.max_rows:
             return f"{what} is foreign: expected a sequence of this allocator"
-        if handle >> 32 & GENERATION_MASK >= self._generation[row] & GENERATION_MASK and not self._handle[row]:
+        if handle >> 32 & GENERATION_MASK >= self._generation[row] + (self._handle[row] != 0):
             return f"{what} is foreign: this allocator has not handed it out"
         return f"{what} is stale: it was released or swapped out"
 
@@ -184,12 +190,16 @@ class SequenceTable:
 
     # -- rows coming and going -------------------------------------------------------------------------------------
 
-    def occupy(self, count: int) -> Int64Array:
-        """Takes the ``count`` lowest free rows, int64, and gives each a new handle. There are enough."""
+    def occupy(self, count: int) -> list[int]:
+        """Takes the ``count`` lowest free rows and gives each a new handle. There are enough."""
         rows = [heapq.heappop(self._free) for _ in range(count)]
         for row in rows:
-            self._handle[row] = make_handle(SEQUENCE, row, self._generation[row] & GENERATION_MASK)
-        return np.array(rows, dtype=np.int64)
+            self._handle[row] = make_handle(SEQUENCE, row, self._generation[row])
+        return rows
+
+    def handles(self, rows: list[int]) -> Int64Array:
+        """The present handles of these rows, int64."""
+        return np.array([self._handle[row] for row in rows], dtype=np.int64)
 
     def vacate(self, row: int) -> Int64Array:
         """The row's sequence is gone: its handle is stale and its table entries are 0. Returns the virtual ids of
@@ -198,7 +208,7 @@ class SequenceTable:
         self.reset(row)
         self._slot[row] = 0
         self._handle[row] = 0
-        self._generation[row] += 1
+        self._generation[row] = self._generation[row] + 1 & GENERATION_MASK
         heapq.heappush(self._free, row)
         self._known.clear()
         return pages

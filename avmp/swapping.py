@@ -66,7 +66,7 @@ def _return(ledger: Ledger, handles: Int64Array, swapped: list[Swapped]) -> Int6
     table, space = ledger.table, ledger.space
     rows = table.occupy(len(swapped))
     slots = space.bind(space.slots, sum(record.has_slot for record in swapped), fresh=False)
-    for position, (row, handle, record) in enumerate(zip(rows.tolist(), handles.tolist(), swapped, strict=True)):
+    for position, (row, handle, record) in enumerate(zip(rows, handles.tolist(), swapped, strict=True)):
         pages = space.bind(space.pages, record.columns - record.front, fresh=False)
         space.swap("swap_in", space.pages, pages, handle)
         if record.has_slot:
@@ -79,7 +79,7 @@ def _return(ledger: Ledger, handles: Int64Array, swapped: list[Swapped]) -> Int6
         table.window[row] = record.window
         table.history[row] = tuple(h for h in record.history if h in ledger.snapshots)
         del ledger.swapped[handle]
-    return table.handle[rows]
+    return table.handles(rows)
 
 
 def plan_discard(ledger: Ledger, handles: Int64Array) -> Planned[None]:

@@ -19,7 +19,8 @@ def check(ledger: Ledger) -> None:
     """Raises Inconsistent with numbers unless all of this holds:
 
     * no two live byte ranges of a lane overlap, of either pool, and none reaches into the null area;
-    * free, live, awaiting and null physical ids are disjoint and are together the whole extent of each pool;
+    * each rank of an extent is free or live, none is both; nothing lives outside, or on a null id; what only tickets
+      hold is what ``awaiting`` says;
     * virtual to physical and back is the identity for every held unit, and every other virtual id maps to 0;
     * the reference count of every unit equals its holders: rows, snapshots, handles, pins, tickets;
     * the extents respect the layout's inequality and the floors; counters equal what they count;
@@ -127,6 +128,8 @@ def _check_rows(ledger: Ledger) -> None:
     lengths = table.length
     columns = ledger.columns_for(lengths[rows])
     _require((table.column_counts(rows) == columns).all(), "columns differ from ceil(length / page_tokens)")
+    steps = table.begin[rows], table.mark[rows], lengths[rows]
+    _require((steps[0] <= steps[1]).all() and (steps[1] <= steps[2]).all(), "pending tokens begin behind their end")
     _require(lengths.max(initial=0) <= min(table.max_tokens, table.longest), "a sequence is longer than its row")
     place, first, last = np.arange(table.row_width), table.front, table.next_cell - table.first_cell
     inside = (place >= first[:, None]) & (place < last[:, None])
@@ -168,6 +171,7 @@ def _parts(ledger: Ledger) -> Iterable[NDArray[np.generic]]:
         yield np.array(sorted(pool.pins.items()), dtype=np.int64)
         for ticket in sorted(pool.tickets):
             yield np.concatenate([[ticket], *pool.tickets[ticket]])
+    yield np.array([ledger.space.retired])
     table = ledger.table
     yield from (table.cursor, table.length, table.begin, table.mark, table.next_cell, table.block_table)
     yield from (table.front, table.slot, table.window)

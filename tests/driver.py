@@ -7,18 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from avmp.allocator import Allocator
 from avmp.errors import AvmpError, InvalidArgument, OutOfMemory, RowsExhausted, RowTooLong, StaleHandle
-from avmp.growth import Prefix
 from avmp.layout import Layout
 from avmp.options import Options
 from tests.chaos import ChaosMigration
 from tests.fake_device import FakeDevice
 
 Choose = Callable[[int], int]
+MOST_KEPT = 4
+"""Above this many loose units, snapshots or swapped sequences, operations that make more of them let go of some
+instead: otherwise a long run ends with an arena full of them, in which nothing happens any more."""
 REFUSALS = (OutOfMemory, RowsExhausted, RowTooLong)
 
 
@@ -39,6 +42,9 @@ class Content:
 class Driver:
     """One allocator, its model and its device."""
 
+    make_allocator: Callable[..., Allocator] = Allocator
+    make_device: Callable[[Any], Any] = FakeDevice
+
     def __init__(
         self,
         layout: Layout,
@@ -50,14 +56,14 @@ class Driver:
     ) -> None:
         chaos = None if chaos_seed is None else ChaosMigration(chaos_seed)
         self.layout, self.verify_bytes = layout, verify_bytes
-        self.allocator = Allocator(
+        self.allocator = self.make_allocator(
             layout,
             max_rows=max_rows,
             max_tokens_per_sequence=max_tokens,
             options=options or Options(poison=True, events=True, zero_pages=True),
             disturbance=chaos,
         )
-        self.device = FakeDevice(self.allocator)
+        self.device = self.make_device(self.allocator)
         self.sequences: dict[int, Content] = {}
         self.snapshots: dict[int, Content] = {}
         self.swapped: dict[int, Content] = {}
@@ -221,12 +227,15 @@ class Driver:
                 self.sequences[handle] = contents[parent].copy()
 
     def snapshot(self, choose: Choose) -> None:
+        if len(self.snapshots) > MOST_KEPT:
+            return self.drop(choose)
         handles = self.some(choose, self.sequences)
         taken = self.attempt("snapshot", handles)
         if taken is not None:
             for handle, snapshot in zip(handles, np.atleast_1d(taken).tolist(), strict=True):
                 self.snapshots[snapshot] = self.sequences[handle].copy()
                 self.sequences[handle].history.append(snapshot)
+        return None
 
     def restore(self, choose: Choose) -> None:
         if self.sequences and self.snapshots:
@@ -280,7 +289,7 @@ class Driver:
                 content.front = max(content.front, tokens // self.layout.page_tokens)
 
     def swap_out(self, choose: Choose) -> None:
-        handles = self.some(choose, self.sequences)
+        handles = self.some(choose, self.sequences if len(self.swapped) <= MOST_KEPT else {})
         if handles:
             swapped = self.attempt("swap_out", handles)
             for handle, left in zip(handles, swapped.tolist(), strict=True):
@@ -301,18 +310,24 @@ class Driver:
             del self.swapped[left]
 
     def take(self, choose: Choose) -> None:
+        if len(self.loose) > MOST_KEPT:
+            return self.give(choose)
         kinds = [k for k, has in (("page", self.layout.has_pages), ("slot", self.layout.has_slots)) if has]
         taken = self.attempt("take", kinds[choose(len(kinds))], 1 + choose(3))
         self.loose += [] if taken is None else taken.tolist()
+        return None
 
     def take_one(self, choose: Choose) -> None:
+        if len(self.loose) > MOST_KEPT:
+            return self.give(choose)
         taken = self.attempt("take", "page" if self.layout.has_pages else "slot")
         if taken is not None:
             self.loose.append(int(taken))
+        return None
 
     def retain(self, choose: Choose) -> None:
         handles = self.units(choose)
-        if handles:
+        if handles and len(self.loose) <= MOST_KEPT:
             self.attempt("retain", handles)
             self.loose += handles
 
@@ -325,7 +340,7 @@ class Driver:
 
     def pin(self, choose: Choose) -> None:
         handles = self.units(choose)
-        if handles and len(self.pinned) < 6:
+        if handles and len(self.pinned) <= MOST_KEPT:
             self.attempt("pin", handles)
             self.pinned += handles
 

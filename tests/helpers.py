@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+import numpy as np
+
 import avmp
 from avmp.allocator import Allocator
 from avmp.layout import Layout
@@ -31,10 +33,9 @@ def empty(allocator: Allocator) -> None:
     allocator.drop(list(ledger.snapshots))
     allocator.discard(list(ledger.swapped))
     for pool in ledger.space.pools:
-        for virtual in pool.loose.nonzero()[0].tolist():
-            allocator.give([pool.handle_of(virtual)] * int(pool.loose[virtual]))
-        for virtual, pins in list(pool.pins.items()):
-            allocator.unpin([pool.handle_of(virtual)] * pins)
+        virtual = np.arange(len(pool.loose))
+        allocator.give(pool.handles(np.repeat(virtual, pool.loose)))
+        allocator.unpin(pool.handles(np.array(list(pool.pins.elements()), dtype=np.int64)))
     allocator.retire(1 << 62)
     allocator.check()
     stats = allocator.stats()

@@ -23,7 +23,7 @@ POLICY = (
     ("growth",),
     ("branching",),
     ("loose_units", "swapping", "batch_tables", "statistics", "verifier"),
-    ("operations",),
+    ("operations", "startup"),
     ("allocator",),
     ("workloads", "baselines"),
     ("replay", "serving", "plan"),

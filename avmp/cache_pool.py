@@ -1,0 +1,351 @@
+"""The arena: the allocator's decisions carried out on real memory, and the tables that kernels read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from avmp.address_space import Disturbance
+from avmp.allocator import Allocator
+from avmp.batch_tables import make_batch
+from avmp.device_memory import allocate_arena, resolve_memory
+from avmp.device_tables import DeviceTables
+from avmp.effects import Launch
+from avmp.errors import Inconsistent, InvalidArgument
+from avmp.geometry import Geometry
+from avmp.growth import Counts
+from avmp.handles import Handles, Int64Array, as_handles
+from avmp.host_swap import HostSwap
+from avmp.layout import Layout
+from avmp.ops import Backend, make_backend
+from avmp.options import Options
+from avmp.uploads import StreamTransport, Transport, Uploader
+from avmp.views import Views
+
+MOST_BATCH_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's tables on the device, rows in the caller's order, padding behind them as 0.
+
+    ``R`` is ``pad_to`` or the number of sequences. All ids are virtual: a kernel finds page v at physical id
+    ``page_table[v]``. The tensors are views of the pool's buffers, at the same addresses in every step; they are
+    valid until the next change to the pool.
+
+    * ``block_table`` int32 ``[R, row_width]``, ``seq_lens`` int32 ``[R]`` (this step's tokens included),
+      ``query_start_loc`` int32 ``[R + 1]``, ``state_indices`` int32 ``[R]``, ``has_initial_state`` bool ``[R]``;
+    * ``slot_mapping`` int64 ``[num_tokens]``: ``page * page_tokens + offset`` of each token of this step;
+    * ``page_table`` and ``slot_table`` int32: physical ids by virtual id, the same for every batch.
+    """
+
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+    slot_mapping: torch.Tensor
+    state_indices: torch.Tensor
+    has_initial_state: torch.Tensor
+    page_table: torch.Tensor
+    slot_table: torch.Tensor
+    num_sequences: int
+    num_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    columns: Int64Array
+    pool: CachePool
+    first_valid_id: int = 1
+
+    def physical(self, out: torch.Tensor | None = None) -> PhysicalTable:
+        """The block table in physical ids, dense, for kernels that know nothing of virtual ones.
+
+        ``out`` is int32 with at least R rows and row_width columns; a fresh tensor by default. Columns beyond a
+        sequence's pages are 0, the null page.
+        """
+        shape = self.block_table.shape
+        table = self.page_table[self.block_table.long()]
+        if out is None:
+            return PhysicalTable(table, self.pool, self.pool.relocation_epoch)
+        if out.dtype != torch.int32 or out.dim() != 2 or any(o < s for o, s in zip(out.shape, shape, strict=True)):
+            raise InvalidArgument(f"physical: out must be int32 of at least {tuple(shape)}, got {tuple(out.shape)}")
+        out[: shape[0], : shape[1]].copy_(table)
+        return PhysicalTable(out, self.pool, self.pool.relocation_epoch)
+
+    def physical_csr(self, out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None) -> PhysicalCsr:
+        """The same as compressed rows: ``kv_indptr`` int32 ``[R + 1]``, ``kv_indices`` int32 ``[pages]`` (physical)
+        and ``kv_last_page_len`` int32 ``[R]`` (1 to page_tokens; 0 for an empty sequence and for padding).
+
+        ``out`` is a triple of int32 buffers at least that long, written from their beginning.
+        """
+        rows, device = len(self.seq_lens), self.seq_lens.device
+        counts = np.zeros(rows, dtype=np.int64)
+        counts[: self.num_sequences] = self.columns
+        indptr = np.zeros(rows + 1, dtype=np.int32)
+        np.cumsum(counts, out=indptr[1:])
+        total, size = int(indptr[-1]), self.pool.layout.page_tokens
+        row = np.repeat(np.arange(rows), counts)
+        column = np.arange(total) - np.repeat(indptr[:-1], counts)
+        cells = torch.from_numpy(row * self.block_table.shape[1] + column).to(device)
+        pages = self.page_table[self.block_table.reshape(-1)[cells].long()]
+        last = torch.where(self.seq_lens > 0, (self.seq_lens - 1) % size + 1, 0).to(torch.int32)
+        made = torch.from_numpy(indptr).to(device), pages, last
+        if out is not None:
+            for buffer, values in zip(out, made, strict=True):
+                if buffer.dtype != torch.int32 or buffer.numel() < values.numel():
+                    raise InvalidArgument(f"physical_csr: out needs int32 of {values.numel()}, has {buffer.numel()}")
+            made = tuple(b[: v.numel()].copy_(v) for b, v in zip(out, made, strict=True))  # type: ignore[assignment]
+        return PhysicalCsr(*made, self.pool, self.pool.relocation_epoch)
+
+
+@dataclass(frozen=True)
+class _Stamped:
+    """Physical ids hold until something moves; ``epoch`` says up to when."""
+
+    def require_current(self) -> None:
+        """Raises Inconsistent if a unit has moved since these ids were read."""
+        now = self.pool.relocation_epoch  # type: ignore[attr-defined]
+        if self.epoch != now:  # type: ignore[attr-defined]
+            raise Inconsistent(
+                f"physical ids of relocation epoch {self.epoch} are stale: "  # type: ignore[attr-defined]
+                f"units have moved since (epoch {now}); ask the batch for its physical ids after each `batch`"
+            )
+
+
+@dataclass(frozen=True)
+class PhysicalTable(_Stamped):
+    """A dense block table of physical page ids; see ``Batch.physical``."""
+
+    block_table: torch.Tensor
+    pool: CachePool
+    epoch: int
+
+
+@dataclass(frozen=True)
+class PhysicalCsr(_Stamped):
+    """A compressed block table of physical page ids; see ``Batch.physical_csr``."""
+
+    kv_indptr: torch.Tensor
+    kv_indices: torch.Tensor
+    kv_last_page_len: torch.Tensor
+    pool: CachePool
+    epoch: int
+
+
+class CachePool(Allocator):
+    """An allocator with its arena. Every operation of ``Allocator`` is here, under the same name.
+
+    What an operation decides is carried out on the device's current stream by the next ``flush``, which ``batch``
+    calls: between the two, the arena lags behind the tables of the host. No call waits for the device.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry | Layout,
+        memory: int | str | float | None = None,
+        *,
+        device: torch.device | str | None = None,
+        max_rows: int = 256,
+        max_tokens_per_sequence: int | None = None,
+        max_batch_tokens: int | None = None,
+        options: Options | None = None,
+        disturbance: Disturbance | None = None,
+        kv_order: str = "NHD",
+        lane_count: int | None = None,
+        backend: str | None = None,
+        transport: Transport | None = None,
+    ) -> None:
+        """An arena of ``memory`` on ``device`` (the current CUDA device, or the CPU where there is none).
+
+        ``memory`` is bytes, "8GiB", or a share of what is free there (a float). ``max_batch_tokens`` bounds the
+        tokens of one step; it defaults to 8192 or one longest sequence, if that is more. ``kv_order`` is the order
+        inside a page, NHD or HND. ``backend`` names who carries out effects; by default the device decides.
+        Otherwise as ``Allocator``.
+        """
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        options = options or Options()
+        if not options.record_effects:
+            raise InvalidArgument("record_effects=False: a pool without effects would never move a byte")
+        if not isinstance(geometry, Layout):
+            if memory is None:
+                raise InvalidArgument("memory is missing: give bytes, a size like '8GiB', or a share like 0.9")
+            geometry = Layout.plan(geometry, resolve_memory(memory, self.device), lane_count, kv_order)
+            memory = None
+        super().__init__(
+            geometry,
+            memory,  # type: ignore[arg-type]
+            max_rows=max_rows,
+            max_tokens_per_sequence=max_tokens_per_sequence,
+            options=options,
+            disturbance=disturbance,
+        )
+        layout, table = self.layout, self._ledger.table
+        tokens = max_batch_tokens or max(MOST_BATCH_TOKENS, min(self.max_tokens_per_sequence, 2**20), max_rows)
+        self.lanes = allocate_arena(layout, self.device)
+        self.views = Views(self.lanes, layout) if layout.geometry is not None else None
+        self.backend: Backend = make_backend(
+            backend, self.lanes, {"page": layout.page_bytes, "slot": layout.slot_bytes}
+        )
+        self.tables = DeviceTables(
+            self._space.pages.capacity + 1,
+            self._space.slots.capacity + 1,
+            max_rows,
+            table.row_width,
+            tokens,
+            self.device,
+        )
+        self._uploader = Uploader(self.tables.words, self.backend, transport or StreamTransport(self.device))
+        self._host = HostSwap(self.lanes, self.device)
+        self._dirty_cells: list[Int64Array] = []
+        self.launches = 0
+
+    # -- memory ----------------------------------------------------------------------------------------------------
+
+    def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """K and V of an attention layer (the model's index): ``[pages, page_tokens, kv_heads, head_dim]``, zero-copy.
+        V is None for a layer that stores K only."""
+        return self._views().kv[self._known_layer(layer, self._views().kv, "attention")]
+
+    def state(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """The parts of a state layer (the model's index), each ``[slots, *part_shape]``, zero-copy."""
+        return self._views().state[self._known_layer(layer, self._views().state, "state")]
+
+    def _views(self) -> Views:
+        if self.views is None:
+            raise InvalidArgument("this pool was made from unit sizes; views need a geometry")
+        return self.views
+
+    @staticmethod
+    def _known_layer(layer: int, known: dict[int, Any], what: str) -> int:
+        if layer not in known:
+            raise InvalidArgument(f"layer {layer} is no {what} layer of this model; those are {sorted(known)}")
+        return layer
+
+    @property
+    def relocation_epoch(self) -> int:
+        """Changes whenever a unit has moved: physical ids read before are stale then."""
+        return self._space.counters.relocations
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def batch(  # type: ignore[override]
+        self, sequences: Handles, query_lens: Counts | None = None, pad_to: int | None = None
+    ) -> Batch:
+        """This step's tables on the device, after everything that was decided before has been carried out there.
+        See ``Allocator.batch`` for the query lengths, and ``Batch``."""
+        self._require_whole()
+        host, begin = make_batch(self._ledger, self._rows(sequences), query_lens, pad_to)
+        table, tables = self._ledger.table, self.tables
+        tables.require_room(len(host.seq_lens), host.num_tokens)
+        self._take_up(host, begin)
+        self._run_effects()
+        handles = table.handle[table.ids(host.rows)]
+        dirty = np.concatenate(self._dirty_cells) if self._dirty_cells else np.empty(0, dtype=np.int64)
+        changes = tables.changes_of_batch(host, handles, np.unique(dirty))
+        self._dirty_cells = []
+        self._upload(changes)
+        rows = len(host.seq_lens)
+        return Batch(
+            block_table=tables.block_table[:rows],
+            seq_lens=tables.seq_lens[:rows],
+            query_start_loc=tables.query_start_loc[: rows + 1],
+            slot_mapping=tables.slot_mapping[: host.num_tokens],
+            state_indices=tables.state_indices[:rows],
+            has_initial_state=tables.has_initial_state[:rows],
+            page_table=tables.page_table,
+            slot_table=tables.slot_table,
+            num_sequences=host.num_sequences,
+            num_tokens=host.num_tokens,
+            max_query_len=host.max_query_len,
+            max_seq_len=host.max_seq_len,
+            columns=table.column_counts(table.ids(host.rows)),
+            pool=self,
+        )
+
+    def flush(self) -> None:
+        """Carries out everything decided so far, on the current stream: data first, then the page tables."""
+        self._run_effects()
+        self._upload([])
+
+    def _run_effects(self) -> None:
+        launches, changes = self.drain()
+        for launch in launches:
+            self._launch(launch)
+        self.launches += len(launches)
+        if len(changes.cells):
+            self._dirty_cells.append(changes.cells)
+        self._table_changes = [
+            (changes.page_ids + self.tables.begin["page_table"], changes.page_values),
+            (changes.slot_ids + self.tables.begin["slot_table"], changes.slot_values),
+        ]
+
+    def _launch(self, launch: Launch) -> None:
+        if launch.operation == "swap_out":
+            self._host.leave(self.backend, launch)
+        elif launch.operation == "swap_in":
+            self._host.come_back(self.backend, launch)
+        elif launch.operation in ("zero", "poison"):
+            getattr(self.backend, launch.operation)(launch.pool, launch.destinations)
+        else:
+            getattr(self.backend, launch.operation)(launch.pool, launch.sources, launch.destinations)
+
+    def _upload(self, changes: list[tuple[Int64Array, NDArray[np.int32]]]) -> None:
+        everything = [change for change in self._table_changes + changes if len(change[0])]
+        self._table_changes = []
+        if everything:
+            indices = np.concatenate([index for index, _ in everything])
+            self._uploader.upload(indices, np.concatenate([values for _, values in everything]))
+        if self.options.debug >= 2 and self.device.type != "meta":
+            self.check_mirrors()
+
+    def check_mirrors(self) -> None:
+        """Raises Inconsistent unless the device's page tables equal the host's. Waits for the device."""
+        for pool, mirror in zip(self._space.pools, (self.tables.page_table, self.tables.slot_table), strict=True):
+            if not np.array_equal(mirror.cpu().numpy(), pool.physical):
+                raise Inconsistent(f"the device's {pool.kind} table differs from the host's")
+
+    # -- operations that need a step to be complete ------------------------------------------------------------------
+
+    def fork(self, sequence: int, n: int = 1) -> Int64Array:
+        """See ``Allocator.fork``. Raises InvalidArgument where tokens were added that no batch has taken up."""
+        self._require_batched("fork", sequence)
+        return super().fork(sequence, n)
+
+    def reorder(self, sequences: Handles, parents: Iterable[int]) -> None:
+        """See ``Allocator.reorder``. Raises InvalidArgument where tokens were added that no batch has taken up."""
+        sequences = as_handles(sequences)
+        self._require_batched("reorder", sequences)
+        super().reorder(sequences, parents)
+
+    def snapshot(self, sequence: Any) -> Any:
+        """See ``Allocator.snapshot``. Raises InvalidArgument where tokens were added that no batch has taken up."""
+        if not isinstance(sequence, (int, np.integer)):
+            sequence = as_handles(sequence)
+        self._require_batched("snapshot", sequence)
+        return super().snapshot(sequence)
+
+    def swap_out(self, sequences: Handles) -> Int64Array:
+        """See ``Allocator.swap_out``. Raises InvalidArgument where tokens were added that no batch has taken up."""
+        sequences = as_handles(sequences)
+        self._require_batched("swap_out", sequences)
+        return super().swap_out(sequences)
+
+    def discard(self, swapped: Handles) -> None:
+        """See ``Allocator.discard``; the host buffers are gone at once."""
+        super().discard(swapped)
+        self.flush()
+        self._host.forget(self._ledger.swapped)
+
+    def _require_batched(self, operation: str, sequences: Handles) -> None:
+        table = self._ledger.table
+        rows = self._ids(sequences)
+        pending = rows[table.mark[rows] != table.length[rows]]
+        if len(pending):
+            row = int(pending[0])
+            raise InvalidArgument(
+                f"{operation}: {int(table.length[row] - table.mark[row])} tokens of a sequence have been added, but no "
+                "batch has taken them up: their keys, values and states are not there yet; call batch and run the step"
+            )

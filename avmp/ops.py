@@ -1,0 +1,55 @@
+"""Who carries out what the policy decides: backends by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from avmp.errors import InvalidArgument
+from avmp.kernels.reference import TorchBackend
+
+Ids = NDArray[np.int64]
+
+
+class Backend(Protocol):
+    """One method for each kind of effect, and one for tables, on the two pools of one arena; see
+    ``kernels/reference.py`` for what each does. Ids are physical, int64, on the host."""
+
+    name: str
+    units: dict[str, torch.Tensor]
+
+    def move(self, pool: str, sources: Ids, destinations: Ids) -> None:
+        """Units come to lie elsewhere."""
+
+    def copy(self, pool: str, sources: Ids, destinations: Ids) -> None:
+        """Units are copied."""
+
+    def zero(self, pool: str, destinations: Ids) -> None:
+        """Units become zero."""
+
+    def poison(self, pool: str, destinations: Ids) -> None:
+        """Units are filled with NaN patterns."""
+
+    def gather(self, pool: str, sources: Ids, out: torch.Tensor) -> None:
+        """Units to a contiguous tensor."""
+
+    def scatter(self, pool: str, source: torch.Tensor, destinations: Ids) -> None:
+        """Units from a contiguous tensor."""
+
+    def apply_table_changes(self, tables: torch.Tensor, changes: torch.Tensor) -> None:
+        """Words of a table are overwritten."""
+
+
+BACKENDS: dict[str, Callable[[torch.Tensor, dict[str, int]], Backend]] = {"torch": TorchBackend}
+
+
+def make_backend(name: str | None, lanes: torch.Tensor, unit_bytes: dict[str, int]) -> Backend:
+    """The backend of that name, ``"torch"`` by default, for an arena uint8 ``[lane_count, lane_bytes]``."""
+    chosen = name or "torch"
+    if chosen not in BACKENDS:
+        raise InvalidArgument(f"backend {chosen!r}: expected one of {', '.join(BACKENDS)}")
+    return BACKENDS[chosen](lanes, unit_bytes)

@@ -1,0 +1,116 @@
+"""Every effect on an arena in plain torch: the specification of the kernels, and the backend where they do not run.
+
+Unit ids are physical, int64 on the host. A pool's units are ``[lane_count, units, unit_bytes]``, uint8, a strided view
+of the arena: unit u of every lane belongs together and is moved together. Within one call no unit written is read or
+written for another (the caller's launches see to that), so units may be taken in any order.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+POISON_BYTE = 0xFF
+"""Fills freed units: NaN in float64, float32, float16, bfloat16, float8_e4m3fn and float8_e5m2 alike."""
+
+ROW_LOOP_BYTES = 16 * 1024
+"""On a CPU, units of at least this size are copied one by one: a row loop runs at the speed of memcpy from here on,
+below it the fixed cost of each assignment counts. ``P[dst] = P[src]`` is 3 to 9 times slower at either size."""
+
+STAGING_BYTES = 64 * 2**20
+"""The most that a copy through a temporary holds at a time: no second copy of an arena is ever made."""
+
+
+class TorchBackend:
+    """One method per kind of effect and one for tables, for the two pools of one arena.
+
+    ``lanes`` is uint8 ``[lane_count, lane_bytes]`` on any device; ``unit_bytes`` gives each pool's bytes per unit and
+    lane, 0 for a pool that does not exist. Pools overlap: both views span the whole lane.
+    """
+
+    name = "torch"
+
+    def __init__(self, lanes: torch.Tensor, unit_bytes: dict[str, int]) -> None:
+        self.device = lanes.device
+        self.units = {pool: unit_view(lanes, size) for pool, size in unit_bytes.items() if size}
+        on_cpu = self.device.type == "cpu"
+        self._arrays = {pool: units.numpy() for pool, units in self.units.items()} if on_cpu else {}
+
+    def move(self, pool: str, sources: NDArray[np.int64], destinations: NDArray[np.int64]) -> None:
+        """Units ``sources`` come to lie at ``destinations``; what stays behind is undefined."""
+        self.copy(pool, sources, destinations)
+
+    def copy(self, pool: str, sources: NDArray[np.int64], destinations: NDArray[np.int64]) -> None:
+        """The bytes of units ``sources`` are written to units ``destinations`` too."""
+        array = self._arrays.get(pool)
+        if array is not None and array.shape[2] >= ROW_LOOP_BYTES:
+            pairs = list(zip(sources.tolist(), destinations.tolist(), strict=True))
+            for lane in array:  # one contiguous row at a time: of anything else numpy makes a temporary copy first
+                for source, destination in pairs:
+                    lane[destination] = lane[source]
+            return
+        units = self.units[pool]
+        for part in self._chunks(pool, len(sources)):
+            if array is not None:
+                array[:, destinations[part]] = np.take(array, sources[part], axis=1)
+            else:
+                units.index_copy_(1, self._ids(destinations[part]), units.index_select(1, self._ids(sources[part])))
+
+    def zero(self, pool: str, destinations: NDArray[np.int64]) -> None:
+        """Units become zero."""
+        self._fill(pool, destinations, 0)
+
+    def poison(self, pool: str, destinations: NDArray[np.int64]) -> None:
+        """Units are filled with NaN patterns."""
+        self._fill(pool, destinations, POISON_BYTE)
+
+    def gather(self, pool: str, sources: NDArray[np.int64], out: torch.Tensor) -> None:
+        """Units to ``out``, uint8 ``[len(sources), lane_count, unit_bytes]``, contiguous, on any device."""
+        if out.device.type == "cpu" and pool in self._arrays:
+            array, target = self._arrays[pool], out.numpy()
+            for position, source in enumerate(sources.tolist()):
+                target[position] = array[:, source]
+            return
+        for part in self._chunks(pool, len(sources)):
+            units = self.units[pool].index_select(1, self._ids(sources[part])).transpose(0, 1).contiguous()
+            out[part].copy_(units, non_blocking=True)
+
+    def scatter(self, pool: str, source: torch.Tensor, destinations: NDArray[np.int64]) -> None:
+        """The inverse of ``gather``."""
+        if source.device.type == "cpu" and pool in self._arrays:
+            array, stored = self._arrays[pool], source.numpy()
+            for position, destination in enumerate(destinations.tolist()):
+                array[:, destination] = stored[position]
+            return
+        for part in self._chunks(pool, len(destinations)):
+            units = source[part].to(self.device, non_blocking=True).transpose(0, 1)
+            self.units[pool].index_copy_(1, self._ids(destinations[part]), units)
+
+    def apply_table_changes(self, tables: torch.Tensor, changes: torch.Tensor) -> None:
+        """``tables[changes[0]] = changes[1]``: tables int32 ``[words]``, changes int32 ``[2, count]`` on its device;
+        indices are distinct."""
+        tables[changes[0].long()] = changes[1]
+
+    def _fill(self, pool: str, destinations: NDArray[np.int64], value: int) -> None:
+        array = self._arrays.get(pool)
+        if array is None:
+            self.units[pool].index_fill_(1, self._ids(destinations), value)
+            return
+        for destination in destinations.tolist():
+            array[:, destination] = value
+
+    def _ids(self, ids: NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(ids)).to(self.device)
+
+    def _chunks(self, pool: str, count: int) -> list[slice]:
+        lanes, _, unit_bytes = self.units[pool].shape
+        step = max(STAGING_BYTES // (lanes * unit_bytes), 1)
+        return [slice(begin, min(begin + step, count)) for begin in range(0, count, step)]
+
+
+def unit_view(lanes: torch.Tensor, unit_bytes: int) -> torch.Tensor:
+    """uint8 ``[lane_count, lane_bytes // unit_bytes, unit_bytes]`` of lanes uint8 ``[lane_count, lane_bytes]``."""
+    lane_count, lane_bytes = lanes.shape
+    shape = (lane_count, lane_bytes // unit_bytes, unit_bytes)
+    return lanes.as_strided(shape, (lanes.stride(0), unit_bytes, 1), lanes.storage_offset())
