@@ -16,7 +16,7 @@ from avmp.effects import Launch, TableChanges
 from avmp.errors import Inconsistent, InvalidArgument, RowsExhausted, RowTooLong
 from avmp.geometry import Geometry
 from avmp.growth import Counts, Prefixes
-from avmp.handles import ID_MASK, KIND_SHIFT, PAGE, Handles, Int64Array, as_count
+from avmp.handles import KIND_SHIFT, PAGE, Handles, Int64Array, as_count
 from avmp.layout import Layout
 from avmp.ledger import Ledger, Planned
 from avmp.operations import plan
@@ -259,13 +259,12 @@ class Allocator:
         """Gives back what ``take`` or ``retain`` holds; units that nobody else holds become free."""
         if type(handles) is int and not self._committing:
             pool = self._quick_pages if handles >> KIND_SHIFT == PAGE else self._quick_slots
-            if pool is not None and pool.is_sole(handles):
-                try:
-                    pool.free_one(handles & ID_MASK)
-                except BaseException:
-                    self._committing = True
-                    raise
-                return
+            try:
+                if pool is not None and pool.give_one(handles):
+                    return
+            except BaseException:
+                self._committing = True
+                raise
         self._run("give", handles)
 
     def retain(self, handles: Handles) -> None:

@@ -135,15 +135,18 @@ class Pool:
         self.live += 1
         return self._base | self._generation[virtual] << 32 | virtual
 
-    def is_sole(self, handle: int) -> bool:
-        """Whether this is a live handle of this pool and the only holder of its unit."""
+    def give_one(self, handle: int) -> bool:
+        """Frees the unit of a handle that is live and its only holder. False, and nothing happens, if it is not."""
         virtual = handle & ID_MASK
-        return (
+        if (
             0 < virtual <= self.capacity
             and self._references[virtual] == 1
             and self._loose[virtual] == 1
             and handle == self._base | self._generation[virtual] << 32 | virtual
-        )
+        ):
+            self.free_one(virtual)
+            return True
+        return False
 
     def free_one(self, virtual: int) -> int:
         """Frees one unit whose only holder lets go; returns its physical id."""

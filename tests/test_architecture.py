@@ -34,13 +34,21 @@ UP_TO_ALLOCATOR = {
     name for stage in POLICY[: POLICY.index(("allocator",)) + 1] for room in stage for name in room.split()
 }
 
+# What a cache pool is made of.
+DEVICE_SIDE = {"views", "device_memory", "device_tables", "uploads", "host_swap", "ops"}
+
 # Everything outside the stages, each with all that it may import. Kernels get tensors and integers, never the policy.
 OTHERS = {
     "environment": FOUNDATION,
     "kernels": FOUNDATION | {"kernels"},
     "ops": FOUNDATION | {"kernels"},
     "compat": FOUNDATION | {"compat", "ops"},
-    "cache_pool": UP_TO_ALLOCATOR | {"ops"},
+    "views": UP_TO_ALLOCATOR,
+    "device_memory": UP_TO_ALLOCATOR,
+    "device_tables": UP_TO_ALLOCATOR,
+    "uploads": UP_TO_ALLOCATOR,
+    "host_swap": UP_TO_ALLOCATOR | {"ops"},
+    "cache_pool": UP_TO_ALLOCATOR | DEVICE_SIDE,
     "integrations": UP_TO_ALLOCATOR | {"integrations", "ops", "cache_pool"},
     "demo": UP_TO_ALLOCATOR | {"demo", "ops", "cache_pool", "workloads"},
 }

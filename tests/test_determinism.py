@@ -105,3 +105,17 @@ def test_the_digest_sees_every_table_that_decides_what_comes_next():
         assert allocator.digest() not in seen
         assert allocator.digest() == allocator.digest()
         seen.add(allocator.digest())
+
+
+def test_the_digest_tells_one_ticket_one_pin_and_one_snapshot_from_another():
+    layout = Layout.from_unit_sizes(256, 5 * 256, 24 * KIB, page_tokens=4)
+    digests = set()
+    for ticket, pinned, kept in ((1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1)):
+        allocator = Allocator(layout, max_tokens_per_sequence=64)
+        sequences = allocator.admit([7, 12, 5])
+        allocator.pin(allocator.pages(sequences[1])[pinned])
+        snapshots = allocator.snapshot(sequences[:2])
+        allocator.drop(int(snapshots[kept]))
+        allocator.release(sequences[2], after=ticket)
+        digests.add(allocator.digest())
+    assert len(digests) == 4

@@ -21,7 +21,13 @@ class Blocked:
 sys.meta_path.insert(0, Blocked)
 """
 
-DEVICE_SIDE = {"ops", "cache_pool", "compat", "integrations", "demo", "kernels"}
+DEVICE_SIDE = {"ops", "cache_pool", "compat", "integrations", "demo", "kernels"} | {
+    "device_memory",
+    "device_tables",
+    "host_swap",
+    "uploads",
+    "views",
+}
 
 
 @pytest.fixture

@@ -132,6 +132,22 @@ def test_the_free_list_has_no_duplicates_after_a_million_units_came_and_went(who
     allocator.check()
 
 
+@pytest.mark.parametrize("leave", ["release", "swap_out"])
+def test_a_batch_that_was_asked_for_before_is_refused_once_one_of_its_sequences_is_gone(leave: str, whole: Whole):
+    for options in (Options(debug=2), Options()):
+        allocator = whole(LAYOUT, chaos=None, options=options)
+        batch = allocator.admit([3, 3, 3])
+        for _ in range(3):
+            allocator.extend(batch)
+            allocator.batch(batch)
+        getattr(allocator, leave)(int(batch[1]))
+        allocator.admit([3])  # has the row of the one that left
+        for call in (allocator.extend, allocator.batch, allocator.release, allocator.lengths, allocator.block_table):
+            with pytest.raises(StaleHandle, match="released or swapped out"):
+                call(batch)
+        assert allocator.lengths(batch[::2]).tolist() == [6, 6]
+
+
 def test_a_freed_unit_never_answers_to_an_old_handle_again(whole: Whole):
     allocator = whole(LAYOUT)
     old: set[int] = set()

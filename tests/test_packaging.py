@@ -126,4 +126,4 @@ def test_the_readme_gives_each_command_as_one_shell_line(repository, marker):
     readme = (repository / "README.md").read_text()
     blocks = re.findall(rf"^<!-- {marker} -->\n```bash\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
     assert len(blocks) == 1
-    assert re.fullmatch(r"pip install .+ && python -m .+\n", blocks[0])
+    assert re.fullmatch(r"python -m pip install torch==\S+ .+ && python -m .+\n", blocks[0])

@@ -175,7 +175,7 @@ def test_whoever_appends_behind_a_shared_tail_copies_it_once_and_the_last_holder
     writer = model.admit(words(0, 6))
     snapshot = allocator.snapshot(writer)
     tail = int(allocator.pages(writer)[1])
-    others = [model.admit(words(0, 6), snapshot, reused=6) for _ in range(2)]
+    others = [model.admit(words(0, 6), snapshot, reused=6) for _ in range(3)]
     model.feed(writer, words(6, 7, seed=8))  # the one that wrote the page goes on in place
     assert int(allocator.pages(writer)[1]) == tail and allocator.stats().tail_copies == 0
     before = allocator.stats().pages_live
@@ -184,8 +184,10 @@ def test_whoever_appends_behind_a_shared_tail_copies_it_once_and_the_last_holder
     assert (allocator.stats().tail_copies, allocator.stats().pages_live) == (1, before + 1)
     allocator.release(writer)
     allocator.drop(snapshot)
-    model.feed(others[1], words(6, 8, seed=10))  # nobody else is left
-    assert int(allocator.pages(others[1])[1]) == tail and allocator.stats().tail_copies == 1
+    model.feed(others[1], words(6, 8, seed=10))  # two are left
+    assert int(allocator.pages(others[1])[1]) != tail and allocator.stats().tail_copies == 2
+    model.feed(others[2], words(6, 8, seed=11))  # nobody else is left
+    assert int(allocator.pages(others[2])[1]) == tail and allocator.stats().tail_copies == 2
     for other in others:
         model.verify(other)
 
