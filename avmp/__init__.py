@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from avmp.allocator import Allocator
+    from avmp.cache_pool import Batch, CachePool
     from avmp.errors import (
         ArenaTooSmall,
         AvmpError,
@@ -35,6 +36,8 @@ __all__ = [
     "ArenaTooSmall",
     "AttentionLayer",
     "AvmpError",
+    "Batch",
+    "CachePool",
     "Geometry",
     "Inconsistent",
     "InvalidArgument",
@@ -54,6 +57,7 @@ __all__ = [
 
 _NAMES_BY_MODULE = {
     "avmp.allocator": ("Allocator",),
+    "avmp.cache_pool": ("Batch", "CachePool"),
     "avmp.errors": (
         "ArenaTooSmall",
         "AvmpError",

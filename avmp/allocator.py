@@ -16,7 +16,7 @@ from avmp.effects import Launch, TableChanges
 from avmp.errors import Inconsistent, InvalidArgument, RowsExhausted, RowTooLong
 from avmp.geometry import Geometry
 from avmp.growth import Counts, Prefixes
-from avmp.handles import KIND_SHIFT, PAGE, Handles, Int64Array, as_count
+from avmp.handles import KIND_SHIFT, NOTHING, PAGE, Handles, Int64Array, as_count
 from avmp.layout import Layout
 from avmp.ledger import Ledger, Planned
 from avmp.operations import plan
@@ -302,6 +302,7 @@ class Allocator:
 
     def max_sequences(self, tokens: int) -> int:
         """The largest n for which ``admit([tokens] * n)`` would succeed now."""
+        self._require_whole()
         each = as_count(tokens, "max_sequences: tokens")
         if each > self.max_tokens_per_sequence:
             return 0
@@ -311,6 +312,7 @@ class Allocator:
     def max_tokens(self, sequences: int = 1) -> int:
         """The largest t for which ``admit([t] * sequences)`` would succeed now; 0 also where not even empty
         sequences can be admitted (``fits`` tells)."""
+        self._require_whole()
         count = as_count(sequences, "max_tokens: sequences")
         slots = count * int(self.layout.has_slots)
         if count > self._ledger.table.free_rows or not self._space.possible(0, slots):
@@ -370,6 +372,8 @@ class Allocator:
         self._committing = True
         launches = space.effects.drain()
         pages, slots, cells = space.pages.drain_dirty(), space.slots.drain_dirty(), table.dirty.drain()
+        if not self.options.record_effects:
+            pages = slots = cells = NOTHING
         self._committing = False
         changes = TableChanges(
             page_ids=pages,

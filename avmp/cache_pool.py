@@ -15,6 +15,7 @@ from avmp.allocator import Allocator
 from avmp.batch_tables import make_batch
 from avmp.device_memory import allocate_arena, resolve_memory
 from avmp.device_tables import DeviceTables
+from avmp.dirty_entries import DirtyEntries
 from avmp.effects import Launch
 from avmp.errors import Inconsistent, InvalidArgument
 from avmp.geometry import Geometry
@@ -198,8 +199,8 @@ class CachePool(Allocator):
             self.device,
         )
         self._uploader = Uploader(self.tables.words, self.backend, transport or StreamTransport(self.device))
-        self._host = HostSwap(self.lanes, self.device)
-        self._dirty_cells: list[Int64Array] = []
+        self._host = HostSwap(self.lanes, self.backend)
+        self._dirty_cells = DirtyEntries(table.block_table.size)
         self.launches = 0
 
     # -- memory ----------------------------------------------------------------------------------------------------
@@ -243,10 +244,7 @@ class CachePool(Allocator):
         self._take_up(host, begin)
         self._run_effects()
         handles = table.handle[table.ids(host.rows)]
-        dirty = np.concatenate(self._dirty_cells) if self._dirty_cells else np.empty(0, dtype=np.int64)
-        changes = tables.changes_of_batch(host, handles, np.unique(dirty))
-        self._dirty_cells = []
-        self._upload(changes)
+        self._upload(tables.changes_of_batch(host, handles, self._dirty_cells.drain()))
         rows = len(host.seq_lens)
         return Batch(
             block_table=tables.block_table[:rows],
@@ -272,11 +270,12 @@ class CachePool(Allocator):
 
     def _run_effects(self) -> None:
         launches, changes = self.drain()
+        self._committing = True  # a launch that fails leaves the arena torn: nothing may go on from there
         for launch in launches:
             self._launch(launch)
+        self._committing = False
         self.launches += len(launches)
-        if len(changes.cells):
-            self._dirty_cells.append(changes.cells)
+        self._dirty_cells.add(changes.cells)
         self._table_changes = [
             (changes.page_ids + self.tables.begin["page_table"], changes.page_values),
             (changes.slot_ids + self.tables.begin["slot_table"], changes.slot_values),
@@ -284,9 +283,9 @@ class CachePool(Allocator):
 
     def _launch(self, launch: Launch) -> None:
         if launch.operation == "swap_out":
-            self._host.leave(self.backend, launch)
+            self._host.leave(launch)
         elif launch.operation == "swap_in":
-            self._host.come_back(self.backend, launch)
+            self._host.come_back(launch)
         elif launch.operation in ("zero", "poison"):
             getattr(self.backend, launch.operation)(launch.pool, launch.destinations)
         else:
@@ -328,10 +327,21 @@ class CachePool(Allocator):
         return super().snapshot(sequence)
 
     def swap_out(self, sequences: Handles) -> Int64Array:
-        """See ``Allocator.swap_out``. Raises InvalidArgument where tokens were added that no batch has taken up."""
+        """See ``Allocator.swap_out``. Raises InvalidArgument where tokens were added that no batch has taken up, and
+        what torch raises where the host has no memory for the sequences; nothing has changed then."""
         sequences = as_handles(sequences)
         self._require_batched("swap_out", sequences)
-        return super().swap_out(sequences)
+        table = self._ledger.table
+        rows = self._ids(sequences)
+        wanted = [
+            (pool, units)
+            for row, pages in zip(rows.tolist(), (table.column_counts(rows) - table.front[rows]).tolist(), strict=True)
+            for pool, units in (("page", pages), ("slot", int(table.slot[row] > 0)))
+        ]
+        buffers = self._host.prepare(wanted)
+        swapped = super().swap_out(sequences)
+        self._host.expect(buffers)
+        return swapped
 
     def discard(self, swapped: Handles) -> None:
         """See ``Allocator.discard``; the host buffers are gone at once."""

@@ -37,12 +37,14 @@ def _free_bytes_by_nvml(device: torch.device) -> int | None:
     """None where NVML is missing or does not know the device."""
     try:
         import pynvml
-
+    except ImportError:
+        return None
+    uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+    try:
         pynvml.nvmlInit()
-        uuid = str(torch.cuda.get_device_properties(device).uuid)
         handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
         return int(pynvml.nvmlDeviceGetMemoryInfo(handle).free)
-    except (ImportError, AttributeError, pynvml.NVMLError):
+    except pynvml.NVMLError:
         return None
 
 

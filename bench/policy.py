@@ -17,8 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 from avmp.allocator import Allocator
+from avmp.cache_pool import CachePool
 from avmp.layout import Layout
 from avmp.migration import plan_relocation
 from avmp.named_models import MODEL_NAMES, named_model
@@ -90,6 +92,25 @@ def decode_steps() -> list[Measurement]:
             if order == "in row order":
                 flush = lambda drain=drain: (drain(), int(flush_from.sum()))  # noqa: E731
                 found.append(Measurement(f"decode {count}, caches flushed", step, unit, None, flush))
+    return found
+
+
+def device_steps() -> list[Measurement]:
+    """One decoding step with its tables brought up to date in the memory of a device, here the CPU: extend, then
+    ``batch``, which flushes. A pool of 262,144 small pages: no bytes but those of tables move."""
+    torch.set_num_threads(1)
+    found = []
+    for count in (256, 1024):
+        layout = Layout.from_unit_sizes(256, 2048, 256 * 2**18, 1, 16)
+        pool = CachePool(layout, device="cpu", max_rows=1024, max_tokens_per_sequence=8192, max_batch_tokens=2**20)
+        sequences = pool.admit([100 + i % 16 for i in range(count)])
+        pool.batch(sequences)
+
+        def step(pool: Any = pool, sequences: np.ndarray = sequences) -> None:
+            pool.extend(sequences)
+            pool.batch(sequences)
+
+        found.append(Measurement(f"step with batch and flush, {count}", step, f"loop {count}", repeat=4))
     return found
 
 
@@ -172,7 +193,7 @@ def single_pages() -> list[Measurement]:
 def measure(rounds: int) -> list[Measurement]:
     """All measurements, taking turns; the first tenth of the rounds is not counted."""
     found = [Measurement(f"loop {count}", plain_loop(count)) for count in (256, 1024)]
-    found += [*decode_steps(), *admissions(), *retractions(), *single_pages()]
+    found += [*decode_steps(), *device_steps(), *admissions(), *retractions(), *single_pages()]
     gc.disable()
     for number in range(rounds + rounds // 10 + 1):
         if number == rounds // 10 + 1:

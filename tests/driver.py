@@ -55,6 +55,7 @@ class Driver:
         verify_bytes: bool = True,
     ) -> None:
         chaos = None if chaos_seed is None else ChaosMigration(chaos_seed)
+        self.zeroed = options is None or options.zero_slots
         self.layout, self.verify_bytes = layout, verify_bytes
         self.allocator = self.make_allocator(
             layout,
@@ -127,7 +128,8 @@ class Driver:
                     self.device.write_token(where, value)
             if self.layout.has_slots and new:
                 slot = int(batch.state_indices[index])
-                assert self.device.read_state(slot) == content.state
+                if self.zeroed or batch.has_initial_state[index]:
+                    assert self.device.read_state(slot) == content.state
                 content.state = hash((content.state, *new)) & 0x7FFFFFFF
                 self.device.write_state(slot, content.state)
 
@@ -411,7 +413,7 @@ class Driver:
                 found = self.device.read_token(int(pages[position // size]), position % size)
                 assert found == content.tokens[position], f"token {position}"
             assert not pages[: content.front].any()
-        if self.layout.has_slots:
+        if self.layout.has_slots and (self.zeroed or content.tokens):
             assert self.device.read_state(slot) == content.state
 
     def empty(self) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from avmp.cache_pool import CachePool
 
 WORD = 8
+GUARD = 0x5A
 LANE_STRIDE = 1 << 40
 """Added once per lane to what is written, so that no lane can stand in for another."""
 
@@ -20,6 +22,12 @@ class PoolDevice:
         self.lanes = pool.lanes.numpy().view(np.int64)
         self.words = {"page": self.layout.page_bytes // WORD, "slot": self.layout.slot_bytes // WORD}
         self.token_words = self.words["page"] // self.layout.page_tokens
+        memory = torch.empty(0, dtype=torch.uint8).set_(pool.lanes.untyped_storage())
+        begin = pool.lanes.storage_offset()
+        end = begin + pool.lanes.numel()
+        self.guards = [memory[max(begin - 4096, 0) : begin], memory[end : end + 4096]]
+        for guard in self.guards:
+            guard.fill_(GUARD)
         self.offsets = np.arange(self.layout.lane_count)[:, None] * LANE_STRIDE
 
     def flush(self, pool: CachePool) -> None:
@@ -59,3 +67,4 @@ class PoolDevice:
         pool.check_mirrors()
         null = self.layout.null_bytes // self.layout.lane_count // WORD
         assert not self.lanes[:, :null].any()
+        assert all((guard == GUARD).all() for guard in self.guards)

@@ -1,7 +1,10 @@
 """The arena on a CPU: views, tables of a step, foreign kernels, memory, errors."""
 
 import random
+import sys
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -177,7 +180,7 @@ def test_torch_s_own_attention_runs_over_pages_found_through_physical_tables(for
         csr.require_current()
         assert csr.kv_last_page_len.tolist() == [3, 2, 4] and csr.kv_indptr.data_ptr() == buffers[0].data_ptr()
         ends = csr.kv_indptr.tolist()
-        rows = [csr.kv_indices[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+        rows = [csr.kv_indices[a:b] for a, b in pairwise(ends)]
     query = torch.randn(2, 1, 16)
     for row, content in zip(rows, contents, strict=True):
         paged = [cache[row.long()].flatten(0, 1)[: content.shape[1]].transpose(0, 1) for cache in pool.kv(4)]
@@ -248,6 +251,77 @@ def test_free_memory_of_a_cpu_is_what_the_system_would_give() -> None:
     assert 2**20 < free_bytes(torch.device("cpu")) < 2**50
     with pytest.raises(InvalidArgument, match="give a size"):
         free_bytes(torch.device("meta"))
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_free_memory_of_a_gpu_is_asked_of_nvml_and_of_torch_where_that_fails(
+    known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from avmp.device_memory import free_bytes
+
+    class NVMLError(Exception):
+        pass
+
+    def handle(uuid: str) -> str:
+        if not known:
+            raise NVMLError
+        return uuid
+
+    nvml = SimpleNamespace(
+        NVMLError=NVMLError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=handle,
+        nvmlDeviceGetMemoryInfo=lambda uuid: SimpleNamespace(free=len(uuid)),
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="0123"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (77, 100))
+    assert free_bytes(torch.device("cuda")) == (len("GPU-0123") if known else 77)
+
+
+def test_a_host_without_memory_refuses_to_swap_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = pool_of()
+    sequences = pool.admit([9, 3])
+    pool.batch(sequences)
+    before = pool.digest()
+
+    def no_memory(*arguments: Any, **keywords: Any) -> torch.Tensor:
+        raise RuntimeError("out of host memory")
+
+    monkeypatch.setattr("avmp.host_swap.torch.empty", no_memory)
+    with pytest.raises(RuntimeError, match="host memory"):
+        pool.swap_out(sequences)
+    monkeypatch.undo()
+    assert pool.digest() == before
+    assert len(pool.swap_in(pool.swap_out(sequences))) == 2
+    pool.flush()
+    assert pool._host.nbytes == 0
+
+
+def test_discarded_sequences_give_their_host_memory_back() -> None:
+    pool = pool_of()
+    sequences = pool.admit([9, 3])
+    pool.batch(sequences)
+    swapped = pool.swap_out(sequences)
+    assert pool._host.nbytes > 0
+    pool.discard(swapped[0])
+    pool.swap_in(swapped[1:])
+    pool.flush()
+    assert pool._host.nbytes == 0
+
+
+def test_a_launch_that_fails_stops_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = pool_of()
+
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(pool.backend, "zero", fail)
+    sequence = pool.admit([4])
+    with pytest.raises(RuntimeError, match="device lost"):
+        pool.batch(sequence)
+    with pytest.raises(Inconsistent, match="interrupted"):
+        pool.extend(sequence)
 
 
 def test_a_meta_arena_of_any_size_plans_without_memory() -> None:

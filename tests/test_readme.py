@@ -20,12 +20,13 @@ def test_the_ten_lines_of_use_run(repository: Path, capsys: pytest.CaptureFixtur
     source = block(repository, "use")
     names: dict[str, object] = {}
     exec(compile(source, "README.md", "exec"), names)
-    assert 8 <= len([line for line in source.splitlines() if line.strip()]) <= 12
-    assert len(names["launches"]) > 0 and names["step"].num_tokens == 6037  # type: ignore[attr-defined, arg-type]
-    arena = names["arena"]
-    arena.release(names["draft"])  # type: ignore[attr-defined]
-    arena.check()  # type: ignore[attr-defined]
-    assert arena.stats().pages_live == arena.stats().slots_live == 0  # type: ignore[attr-defined]
+    assert 8 <= len([line for line in source.splitlines() if line.strip()]) <= 13
+    assert names["batch"].num_tokens == 6037 and names["keys"].shape[1:] == (16, 8, 128)  # type: ignore[attr-defined]
+    names["physical"].require_current()  # type: ignore[attr-defined]
+    pool = names["pool"]
+    pool.release(names["draft"])  # type: ignore[attr-defined]
+    pool.check()  # type: ignore[attr-defined]
+    assert pool.stats().pages_live == pool.stats().slots_live == 0  # type: ignore[attr-defined]
     assert re.fullmatch(r"\d+ (True|False) \d+\n", capsys.readouterr().out)
 
 
