@@ -37,8 +37,8 @@ class Pool:
     the ``extent`` units nearest its own end. A unit of rank r (0 is nearest that end) has the physical id
     ``origin + step * r``.
 
-    Invariants: ``free.count + live == extent``, where live counts every held unit, those that only tickets hold
-    included; the physical ids of held units are distinct; ``references[v]`` is the number of holders of v, 0 if v is
+    Invariants: every unit of the extent is free or held, and ``free.count`` of them are free; the physical ids of held
+    units are distinct and outside the null area; ``references[v]`` is the number of holders of v, 0 if v is
     not bound, and ``physical[v]`` is 0 then; ``extra_references == sum(references) - live``;
     ``unbound[:spare]`` are the virtual ids that are not bound. Virtual id 0 is physical 0 for ever.
 
@@ -57,7 +57,6 @@ class Pool:
         self.origin, self.step = (unit_count - 1, -1) if kind == "page" else (first, 1)
         self.extent = 0
         self.floor = 0
-        self.live = 0
         self.extra_references = 0
         self.free = FreeRanks(self.capacity)
         self.physical: Int32Array = np.zeros(self.capacity + 1, dtype=np.int32)
@@ -76,6 +75,11 @@ class Pool:
         self._physical, self._references = memoryview(self.physical), memoryview(self.references)
         self._loose, self._generation = memoryview(self.loose), memoryview(self.generation)
         self._unbound = memoryview(self.unbound)
+
+    @property
+    def live(self) -> int:
+        """Held units, those that only tickets hold included."""
+        return self.extent - self.free.count
 
     # -- ranks and bytes -------------------------------------------------------------------------------------------
 
@@ -120,7 +124,6 @@ class Pool:
         physical = self.origin - ranks if self.step < 0 else self.origin + ranks
         self.physical[virtual] = physical.astype(np.int32)
         self.references[virtual] = 1
-        self.live += count
         self.dirty[virtual] = True
         return virtual
 
@@ -132,7 +135,6 @@ class Pool:
         self._references[virtual] = 1
         self._loose[virtual] = loose
         self._dirty[virtual] = 1
-        self.live += 1
         return self._base | self._generation[virtual] << 32 | virtual
 
     def give_one(self, handle: int) -> bool:
@@ -153,7 +155,6 @@ class Pool:
         physical = self._physical[virtual]
         self._physical[virtual] = self._references[virtual] = self._loose[virtual] = 0
         self._generation[virtual] = self._generation[virtual] + 1 & GENERATION_MASK
-        self.live -= 1
         self.free.give_one((physical - self.origin) * self.step)
         self._unbound[self.spare] = virtual
         self.spare += 1
@@ -188,7 +189,6 @@ class Pool:
         self.physical[virtual] = 0
         self.references[virtual] = 0
         self.generation[virtual] = self.generation[virtual] + 1 & GENERATION_MASK
-        self.live -= len(virtual)
         self.free.give(self.origin - physical if self.step < 0 else physical - self.origin)
         self.unbound[self.spare : self.spare + len(virtual)] = virtual
         self.spare += len(virtual)
