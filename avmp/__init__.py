@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from avmp.allocator import Allocator
-    from avmp.cache_pool import Batch, CachePool
+    from avmp.cache_pool import CachePool
+    from avmp.device_batch import Batch
     from avmp.errors import (
         ArenaTooSmall,
         AvmpError,
@@ -57,7 +58,8 @@ __all__ = [
 
 _NAMES_BY_MODULE = {
     "avmp.allocator": ("Allocator",),
-    "avmp.cache_pool": ("Batch", "CachePool"),
+    "avmp.cache_pool": ("CachePool",),
+    "avmp.device_batch": ("Batch",),
     "avmp.errors": (
         "ArenaTooSmall",
         "AvmpError",

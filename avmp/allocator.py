@@ -368,13 +368,17 @@ class Allocator:
         """What the device has to do since the last call: data effects in order, then the final values of all table
         entries that changed."""
         self._require_whole()
-        space, table = self._space, self._ledger.table
         self._committing = True
+        drained = self._drain()
+        self._committing = False
+        return drained
+
+    def _drain(self) -> tuple[list[Launch], TableChanges]:
+        space, table = self._space, self._ledger.table
         launches = space.effects.drain()
         pages, slots, cells = space.pages.drain_dirty(), space.slots.drain_dirty(), table.dirty.drain()
         if not self.options.record_effects:
             pages = slots = cells = NOTHING
-        self._committing = False
         changes = TableChanges(
             page_ids=pages,
             page_values=space.pages.physical[pages],

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from avmp.address_space import Disturbance
 from avmp.allocator import Allocator
 from avmp.batch_tables import make_batch
+from avmp.device_batch import Batch
 from avmp.device_memory import allocate_arena, resolve_memory
-from avmp.device_tables import DeviceTables
+from avmp.device_tables import Change, DeviceTables
 from avmp.dirty_entries import DirtyEntries
 from avmp.effects import Launch
-from avmp.errors import Inconsistent, InvalidArgument
+from avmp.errors import Inconsistent, InvalidArgument, Unsupported
 from avmp.geometry import Geometry
 from avmp.growth import Counts
-from avmp.handles import Handles, Int64Array, as_handles
+from avmp.handles import Handles, Int64Array, as_count, as_handles
 from avmp.host_swap import HostSwap
 from avmp.layout import Layout
 from avmp.ops import Backend, make_backend
@@ -29,111 +29,6 @@ from avmp.uploads import StreamTransport, Transport, Uploader
 from avmp.views import Views
 
 MOST_BATCH_TOKENS = 8192
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One step's tables on the device, rows in the caller's order, padding behind them as 0.
-
-    ``R`` is ``pad_to`` or the number of sequences. All ids are virtual: a kernel finds page v at physical id
-    ``page_table[v]``. The tensors are views of the pool's buffers, at the same addresses in every step; they are
-    valid until the next change to the pool.
-
-    * ``block_table`` int32 ``[R, row_width]``, ``seq_lens`` int32 ``[R]`` (this step's tokens included),
-      ``query_start_loc`` int32 ``[R + 1]``, ``state_indices`` int32 ``[R]``, ``has_initial_state`` bool ``[R]``;
-    * ``slot_mapping`` int64 ``[num_tokens]``: ``page * page_tokens + offset`` of each token of this step;
-    * ``page_table`` and ``slot_table`` int32: physical ids by virtual id, the same for every batch.
-    """
-
-    block_table: torch.Tensor
-    seq_lens: torch.Tensor
-    query_start_loc: torch.Tensor
-    slot_mapping: torch.Tensor
-    state_indices: torch.Tensor
-    has_initial_state: torch.Tensor
-    page_table: torch.Tensor
-    slot_table: torch.Tensor
-    num_sequences: int
-    num_tokens: int
-    max_query_len: int
-    max_seq_len: int
-    columns: Int64Array
-    pool: CachePool
-    first_valid_id: int = 1
-
-    def physical(self, out: torch.Tensor | None = None) -> PhysicalTable:
-        """The block table in physical ids, dense, for kernels that know nothing of virtual ones.
-
-        ``out`` is int32 with at least R rows and row_width columns; a fresh tensor by default. Columns beyond a
-        sequence's pages are 0, the null page.
-        """
-        shape = self.block_table.shape
-        table = self.page_table[self.block_table.long()]
-        if out is None:
-            return PhysicalTable(table, self.pool, self.pool.relocation_epoch)
-        if out.dtype != torch.int32 or out.dim() != 2 or any(o < s for o, s in zip(out.shape, shape, strict=True)):
-            raise InvalidArgument(f"physical: out must be int32 of at least {tuple(shape)}, got {tuple(out.shape)}")
-        out[: shape[0], : shape[1]].copy_(table)
-        return PhysicalTable(out, self.pool, self.pool.relocation_epoch)
-
-    def physical_csr(self, out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None) -> PhysicalCsr:
-        """The same as compressed rows: ``kv_indptr`` int32 ``[R + 1]``, ``kv_indices`` int32 ``[pages]`` (physical)
-        and ``kv_last_page_len`` int32 ``[R]`` (1 to page_tokens; 0 for an empty sequence and for padding).
-
-        ``out`` is a triple of int32 buffers at least that long, written from their beginning.
-        """
-        rows, device = len(self.seq_lens), self.seq_lens.device
-        counts = np.zeros(rows, dtype=np.int64)
-        counts[: self.num_sequences] = self.columns
-        indptr = np.zeros(rows + 1, dtype=np.int32)
-        np.cumsum(counts, out=indptr[1:])
-        total, size = int(indptr[-1]), self.pool.layout.page_tokens
-        row = np.repeat(np.arange(rows), counts)
-        column = np.arange(total) - np.repeat(indptr[:-1], counts)
-        cells = torch.from_numpy(row * self.block_table.shape[1] + column).to(device)
-        pages = self.page_table[self.block_table.reshape(-1)[cells].long()]
-        last = torch.where(self.seq_lens > 0, (self.seq_lens - 1) % size + 1, 0).to(torch.int32)
-        made = torch.from_numpy(indptr).to(device), pages, last
-        if out is not None:
-            for buffer, values in zip(out, made, strict=True):
-                if buffer.dtype != torch.int32 or buffer.numel() < values.numel():
-                    raise InvalidArgument(f"physical_csr: out needs int32 of {values.numel()}, has {buffer.numel()}")
-            made = tuple(b[: v.numel()].copy_(v) for b, v in zip(out, made, strict=True))  # type: ignore[assignment]
-        return PhysicalCsr(*made, self.pool, self.pool.relocation_epoch)
-
-
-@dataclass(frozen=True)
-class _Stamped:
-    """Physical ids hold until something moves; ``epoch`` says up to when."""
-
-    def require_current(self) -> None:
-        """Raises Inconsistent if a unit has moved since these ids were read."""
-        now = self.pool.relocation_epoch  # type: ignore[attr-defined]
-        if self.epoch != now:  # type: ignore[attr-defined]
-            raise Inconsistent(
-                f"physical ids of relocation epoch {self.epoch} are stale: "  # type: ignore[attr-defined]
-                f"units have moved since (epoch {now}); ask the batch for its physical ids after each `batch`"
-            )
-
-
-@dataclass(frozen=True)
-class PhysicalTable(_Stamped):
-    """A dense block table of physical page ids; see ``Batch.physical``."""
-
-    block_table: torch.Tensor
-    pool: CachePool
-    epoch: int
-
-
-@dataclass(frozen=True)
-class PhysicalCsr(_Stamped):
-    """A compressed block table of physical page ids; see ``Batch.physical_csr``."""
-
-    kv_indptr: torch.Tensor
-    kv_indices: torch.Tensor
-    kv_last_page_len: torch.Tensor
-    pool: CachePool
-    epoch: int
 
 
 class CachePool(Allocator):
@@ -175,6 +70,8 @@ class CachePool(Allocator):
                 raise InvalidArgument("memory is missing: give bytes, a size like '8GiB', or a share like 0.9")
             geometry = Layout.plan(geometry, resolve_memory(memory, self.device), lane_count, kv_order)
             memory = None
+        elif lane_count is not None or kv_order != "NHD":
+            raise InvalidArgument("lane_count and kv_order are part of a Layout; give them to Layout.plan")
         super().__init__(
             geometry,
             memory,  # type: ignore[arg-type]
@@ -184,8 +81,11 @@ class CachePool(Allocator):
             disturbance=disturbance,
         )
         layout, table = self.layout, self._ledger.table
-        tokens = max_batch_tokens or max(MOST_BATCH_TOKENS, min(self.max_tokens_per_sequence, 2**20), max_rows)
+        if max_batch_tokens is None:
+            max_batch_tokens = max(MOST_BATCH_TOKENS, min(self.max_tokens_per_sequence, 2**20), max_rows)
+        tokens = max(as_count(max_batch_tokens, "max_batch_tokens"), 1)
         self.lanes = allocate_arena(layout, self.device)
+        self.device = self.lanes.device  # with its index: the current device may change
         self.views = Views(self.lanes, layout) if layout.geometry is not None else None
         self.backend: Backend = make_backend(
             backend, self.lanes, {"page": layout.page_bytes, "slot": layout.slot_bytes}
@@ -242,15 +142,18 @@ class CachePool(Allocator):
         table, tables = self._ledger.table, self.tables
         tables.require_room(len(host.seq_lens), host.num_tokens)
         self._take_up(host, begin)
-        self._run_effects()
-        handles = table.handle[table.ids(host.rows)]
-        self._upload(tables.changes_of_batch(host, handles, self._dirty_cells.drain()))
+        with self._carrying_out():
+            changes = self._run_effects()
+            handles = table.handle[table.ids(host.rows)]
+            self._upload(changes + tables.changes_of_batch(host, handles, self._dirty_cells.drain()))
         rows = len(host.seq_lens)
         return Batch(
+            counters=self._space.counters,
+            epoch=self.relocation_epoch,
             block_table=tables.block_table[:rows],
             seq_lens=tables.seq_lens[:rows],
             query_start_loc=tables.query_start_loc[: rows + 1],
-            slot_mapping=tables.slot_mapping[: host.num_tokens],
+            slot_mapping=tables.slot_mapping[: len(host.slot_mapping)],
             state_indices=tables.state_indices[:rows],
             has_initial_state=tables.has_initial_state[:rows],
             page_table=tables.page_table,
@@ -260,23 +163,39 @@ class CachePool(Allocator):
             max_query_len=host.max_query_len,
             max_seq_len=host.max_seq_len,
             columns=table.column_counts(table.ids(host.rows)),
-            pool=self,
+            page_tokens=self.layout.page_tokens,
+            tables=tables,
+            number=tables.batches,
         )
 
     def flush(self) -> None:
         """Carries out everything decided so far, on the current stream: data first, then the page tables."""
-        self._run_effects()
-        self._upload([])
+        self._require_whole()
+        with self._carrying_out():
+            self._upload(self._run_effects())
 
-    def _run_effects(self) -> None:
-        launches, changes = self.drain()
-        self._committing = True  # a launch that fails leaves the arena torn: nothing may go on from there
+    def drain(self) -> NoReturn:
+        """Not for a pool, which carries its effects out itself: raises Unsupported."""
+        raise Unsupported("a CachePool carries out its own effects; use flush, or an Allocator with a device of yours")
+
+    @contextmanager
+    def _carrying_out(self) -> Iterator[None]:
+        """What fails from here on leaves the arena torn, for what was decided is only known in part on the device:
+        nothing may go on from there."""
+        self._committing = True
+        yield
+        self._committing = False
+        if self.options.debug >= 2 and self.device.type != "meta":
+            self.check_mirrors()
+
+    def _run_effects(self) -> list[Change]:
+        """Enqueues all data effects; returns the changes of the page tables, which come after them."""
+        launches, changes = self._drain()
         for launch in launches:
             self._launch(launch)
-        self._committing = False
         self.launches += len(launches)
         self._dirty_cells.add(changes.cells)
-        self._table_changes = [
+        return [
             (changes.page_ids + self.tables.begin["page_table"], changes.page_values),
             (changes.slot_ids + self.tables.begin["slot_table"], changes.slot_values),
         ]
@@ -291,14 +210,11 @@ class CachePool(Allocator):
         else:
             getattr(self.backend, launch.operation)(launch.pool, launch.sources, launch.destinations)
 
-    def _upload(self, changes: list[tuple[Int64Array, NDArray[np.int32]]]) -> None:
-        everything = [change for change in self._table_changes + changes if len(change[0])]
-        self._table_changes = []
-        if everything:
-            indices = np.concatenate([index for index, _ in everything])
-            self._uploader.upload(indices, np.concatenate([values for _, values in everything]))
-        if self.options.debug >= 2 and self.device.type != "meta":
-            self.check_mirrors()
+    def _upload(self, changes: list[Change]) -> None:
+        changes = [change for change in changes if len(change[0])]
+        if changes:
+            indices = np.concatenate([index for index, _ in changes])
+            self._uploader.upload(indices, np.concatenate([values for _, values in changes]))
 
     def check_mirrors(self) -> None:
         """Raises Inconsistent unless the device's page tables equal the host's. Waits for the device."""
@@ -307,6 +223,13 @@ class CachePool(Allocator):
                 raise Inconsistent(f"the device's {pool.kind} table differs from the host's")
 
     # -- operations that need a step to be complete ------------------------------------------------------------------
+
+    def fits(self, operation: str, *arguments: Any, **keywords: Any) -> bool:
+        """See ``Allocator.fits``. Raises what the operation would raise for tokens that no batch has taken up."""
+        if operation in ("fork", "reorder", "snapshot", "swap_out") and arguments:
+            arguments = (arguments[0] if operation == "fork" else as_handles(arguments[0]), *arguments[1:])
+            self._require_batched(operation, arguments[0])
+        return super().fits(operation, *arguments, **keywords)
 
     def fork(self, sequence: int, n: int = 1) -> Int64Array:
         """See ``Allocator.fork``. Raises InvalidArgument where tokens were added that no batch has taken up."""

@@ -14,7 +14,7 @@ from avmp.units import parse_bytes
 
 def resolve_memory(memory: int | str | float, device: torch.device) -> int:
     """Bytes for an arena: a size ("8GiB" or an integer), or a share (a float above 0, at most 1) of what is free on
-    the device at this moment. Raises InvalidArgument."""
+    the device at this moment; tables and staging come on top, so leave them room. Raises InvalidArgument."""
     if isinstance(memory, float):
         if not 0 < memory <= 1:
             raise InvalidArgument(f"memory={memory}: expected a share of the free memory above 0 and at most 1")
@@ -54,7 +54,16 @@ def _free_host_bytes() -> int:
     except OSError:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     available = next(line for line in lines if line.startswith("MemAvailable:"))
-    return int(available.split()[1]) * 1024
+    return min(int(available.split()[1]) * 1024, _free_bytes_of_container())
+
+
+def _free_bytes_of_container() -> int:
+    """What the limit of this control group leaves; a very large number where there is none."""
+    try:
+        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text(encoding="ascii") for name in ("max", "current"))
+        return max(int(limit) - int(used), 0)
+    except (OSError, ValueError):
+        return 2**63
 
 
 def allocate_arena(layout: Layout, device: torch.device) -> torch.Tensor:

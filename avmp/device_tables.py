@@ -6,21 +6,27 @@ are sent only where they changed since the last batch: a decoding step sends the
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from avmp.batch_tables import BatchTables
 from avmp.errors import InvalidArgument
-from avmp.handles import Int64Array
+from avmp.handles import MOST, Int64Array
 from avmp.units import align_up
+
+Change: TypeAlias = "tuple[Int64Array, NDArray[np.int32]]"
+"""Indices of words, and their new values."""
 
 _WORDS_PER_TOKEN = 2
 """An entry of the slot mapping is int64: two words."""
 
 
 class DeviceTables:
-    """Where each table lies in the one tensor, and what has to be sent to bring it up to date.
+    """Where each table lies in the one tensor, and what has to be sent to bring it up to date. ``batches`` counts the
+    batches; everything of a table behind what the last one wrote is 0.
 
     ``page_table`` and ``slot_table`` int32 ``[virtual ids]``; ``block_table`` int32 ``[max_rows, row_width]``,
     ``seq_lens`` and ``state_indices`` int32 ``[max_rows]``, ``query_start_loc`` int32 ``[max_rows + 1]``,
@@ -46,6 +52,11 @@ class DeviceTables:
         for name, size in sizes.items():
             self.begin[name] = words
             words += align_up(size, 4)  # 16-byte boundaries, for whoever reads with wide loads
+        if words > MOST:
+            raise InvalidArgument(
+                f"tables of {words:,} words (max_rows {max_rows:,} x {row_width:,} pages in a row, "
+                f"{max_tokens:,} tokens in a batch): more than {MOST:,}; use fewer rows or larger pages"
+            )
         self.words = torch.zeros(words, dtype=torch.int32, device=device)
         parts = {name: self.words[begin : begin + sizes[name]] for name, begin in self.begin.items()}
         self.page_table, self.slot_table = parts["page_table"], parts["slot_table"]
@@ -57,6 +68,8 @@ class DeviceTables:
         # What the device's block table holds: whose row each position is, and how many columns may be other than 0.
         self._resident: Int64Array = np.zeros(max_rows, dtype=np.int64)
         self._filled: Int64Array = np.zeros(max_rows, dtype=np.int64)
+        self._mapped = 0
+        self.batches = 0
 
     def require_room(self, rows: int, tokens: int) -> None:
         """Raises InvalidArgument if a batch of so many rows, padding included, or tokens exceeds the buffers."""
@@ -68,12 +81,11 @@ class DeviceTables:
                 "the pool with more"
             )
 
-    def changes_of_batch(
-        self, tables: BatchTables, handles: Int64Array, dirty_cells: Int64Array
-    ) -> list[tuple[Int64Array, NDArray[np.int32]]]:
+    def changes_of_batch(self, tables: BatchTables, handles: Int64Array, dirty_cells: Int64Array) -> list[Change]:
         """Word indices and values for this batch. ``handles`` are its sequences, ``dirty_cells`` the block-table
         cells (``row * row_width + column``) that have changed since the last batch."""
         rows = len(tables.seq_lens)
+        self.batches += 1
         initial = np.zeros(align_up(rows, 4), dtype=np.uint8)
         initial[:rows] = tables.has_initial_state
         changes = [
@@ -81,17 +93,22 @@ class DeviceTables:
             self._dense("state_indices", tables.state_indices),
             self._dense("query_start_loc", tables.query_start_loc),
             self._dense("has_initial_state", initial.view(np.int32)),
-            self._dense("slot_mapping", tables.slot_mapping.view(np.int32)),
+            self._dense("slot_mapping", self._slot_mapping(tables.slot_mapping)),
         ]
         return changes + self._block_table_changes(tables, handles, dirty_cells)
 
-    def _dense(self, name: str, values: NDArray[np.int32]) -> tuple[Int64Array, NDArray[np.int32]]:
+    def _slot_mapping(self, slots: Int64Array) -> NDArray[np.int32]:
+        """As words, with zeros over what an earlier batch left behind: a captured graph may read that far."""
+        padded = np.zeros(max(len(slots), self._mapped), dtype=np.int64)
+        padded[: len(slots)] = slots
+        self._mapped = len(slots)
+        return padded.view(np.int32)
+
+    def _dense(self, name: str, values: NDArray[np.int32]) -> Change:
         begin = self.begin[name]
         return np.arange(begin, begin + len(values)), values
 
-    def _block_table_changes(
-        self, tables: BatchTables, handles: Int64Array, dirty_cells: Int64Array
-    ) -> list[tuple[Int64Array, NDArray[np.int32]]]:
+    def _block_table_changes(self, tables: BatchTables, handles: Int64Array, dirty_cells: Int64Array) -> list[Change]:
         if not self.row_width:
             return []
         table, count, padded = tables.table, tables.num_sequences, len(tables.seq_lens)
@@ -116,7 +133,7 @@ class DeviceTables:
         self._filled[count:padded] = 0
         return changes
 
-    def _row(self, position: int, values: NDArray[np.int32], columns: int) -> tuple[Int64Array, NDArray[np.int32]]:
+    def _row(self, position: int, values: NDArray[np.int32], columns: int) -> Change:
         """The row's columns, and zeros over what an earlier row left behind them."""
         width = max(columns, int(self._filled[position]))
         begin = self.begin["block_table"] + position * self.row_width

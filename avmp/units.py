@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from numbers import Integral
 
 from avmp.errors import InvalidArgument
 
@@ -45,9 +46,9 @@ def parse_bytes(size: int | str) -> int:
         if match is None or factor is None:
             raise InvalidArgument(f"memory size {size!r}: expected a positive number of B, KiB to TiB, or KB to TB")
         size = int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
-    if isinstance(size, bool) or not isinstance(size, int) or size <= 0:
+    if isinstance(size, bool) or not isinstance(size, Integral) or size <= 0:
         raise InvalidArgument(f"memory size {size!r}: expected more than zero bytes")
-    return size
+    return int(size)
 
 
 def format_bytes(count: int) -> str:

@@ -6,13 +6,14 @@ written again only after the copy out of it has finished.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from avmp.handles import Int64Array
+from avmp.ops import Backend
 
 RING_BUFFERS = 3
 MOST_CHANGES = 1 << 18
@@ -64,17 +65,16 @@ class StreamTransport:
             mark.synchronize()
 
 
-class Tables(Protocol):
-    """Whoever applies changes to tables, in one launch."""
-
-    def apply_table_changes(self, tables: torch.Tensor, changes: torch.Tensor) -> None:
-        """``tables[changes[0]] = changes[1]``."""
+def send_array(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """A fresh copy of a host array on the device, without waiting for it; the array may change afterwards."""
+    host = torch.from_numpy(array.copy())
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 class Uploader:
     """Brings words of one device table, int32, up to date."""
 
-    def __init__(self, tables: torch.Tensor, backend: Tables, transport: Transport) -> None:
+    def __init__(self, tables: torch.Tensor, backend: Backend, transport: Transport) -> None:
         self.tables, self._backend, self._transport = tables, backend, transport
         size = min(MOST_CHANGES, max(tables.numel(), 1))
         self._most = size

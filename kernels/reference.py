@@ -1,8 +1,10 @@
 """Every effect on an arena in plain torch: the specification of the kernels, and the backend where they do not run.
 
 Unit ids are physical, int64 on the host. A pool's units are ``[lane_count, units, unit_bytes]``, uint8, a strided view
-of the arena: unit u of every lane belongs together and is moved together. Within one call no unit written is read or
-written for another (the caller's launches see to that), so units may be taken in any order.
+of the arena: unit u of every lane belongs together and is moved together. The view is not contiguous where the unit
+does not divide the lane, so it must never be handed whole to a function that makes its input contiguous first: that
+would copy the arena. Within one call no unit written is read or written for another (the caller's launches see to
+that), so units may be taken in any order.
 """
 
 from __future__ import annotations
@@ -44,18 +46,24 @@ class TorchBackend:
     def copy(self, pool: str, sources: NDArray[np.int64], destinations: NDArray[np.int64]) -> None:
         """The bytes of units ``sources`` are written to units ``destinations`` too."""
         array = self._arrays.get(pool)
-        if array is not None and array.shape[2] >= ROW_LOOP_BYTES:
-            pairs = list(zip(sources.tolist(), destinations.tolist(), strict=True))
-            for lane in array:  # one contiguous row at a time: of anything else numpy makes a temporary copy first
-                for source, destination in pairs:
-                    lane[destination] = lane[source]
+        if array is not None:
+            for lane in array:  # one lane, so that rows are contiguous: of anything else numpy makes a temporary copy
+                self._copy_rows(lane, sources, destinations)
             return
         units = self.units[pool]
         for part in self._chunks(pool, len(sources)):
-            if array is not None:
-                array[:, destinations[part]] = np.take(array, sources[part], axis=1)
-            else:
-                units.index_copy_(1, self._ids(destinations[part]), units.index_select(1, self._ids(sources[part])))
+            units.index_copy_(1, self._ids(destinations[part]), units.index_select(1, self._ids(sources[part])))
+
+    def _copy_rows(self, rows: NDArray[np.uint8], sources: NDArray[np.int64], destinations: NDArray[np.int64]) -> None:
+        """One lane on a CPU, uint8 ``[units, unit_bytes]``."""
+        if rows.shape[1] >= ROW_LOOP_BYTES:
+            for source, destination in zip(sources.tolist(), destinations.tolist(), strict=True):
+                rows[destination] = rows[source]
+            return
+        step = max(STAGING_BYTES // rows.shape[1], 1)
+        for begin in range(0, len(sources), step):
+            part = slice(begin, begin + step)
+            rows[destinations[part]] = np.take(rows, sources[part], axis=0)
 
     def zero(self, pool: str, destinations: NDArray[np.int64]) -> None:
         """Units become zero."""
@@ -101,7 +109,11 @@ class TorchBackend:
             array[:, destination] = value
 
     def _ids(self, ids: NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(ids)).to(self.device)
+        """On the device, without waiting for it: pageable memory would be copied while the host stands still."""
+        host = torch.from_numpy(np.ascontiguousarray(ids))
+        if self.device.type == "cuda":
+            return host.pin_memory().to(self.device, non_blocking=True)
+        return host.to(self.device)
 
     def _chunks(self, pool: str, count: int) -> list[slice]:
         lanes, _, unit_bytes = self.units[pool].shape

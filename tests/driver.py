@@ -433,5 +433,5 @@ class Driver:
         allocator.check()
         stats = allocator.stats()
         assert stats.pages_live == stats.slots_live == stats.sequences == 0
-        self.flush()
+        Driver.flush(self)
         assert not self.placed or allocator._space.events is None

@@ -26,7 +26,7 @@ POLICY = (
     ("operations", "startup"),
     ("allocator",),
     ("workloads", "baselines"),
-    ("replay", "serving", "plan"),
+    ("replay", "serving", "plan", "paper"),
     ("cli __main__",),
 )
 FOUNDATION = {"errors", "units", "options"}
@@ -35,7 +35,7 @@ UP_TO_ALLOCATOR = {
 }
 
 # What a cache pool is made of.
-DEVICE_SIDE = {"views", "device_memory", "device_tables", "uploads", "host_swap", "ops"}
+DEVICE_SIDE = {"views", "device_batch", "device_memory", "device_tables", "uploads", "host_swap", "ops"}
 
 # Everything outside the stages, each with all that it may import. Kernels get tensors and integers, never the policy.
 OTHERS = {
@@ -44,9 +44,10 @@ OTHERS = {
     "ops": FOUNDATION | {"kernels"},
     "compat": FOUNDATION | {"compat", "ops"},
     "views": UP_TO_ALLOCATOR,
+    "device_batch": UP_TO_ALLOCATOR | {"uploads", "device_tables"},
     "device_memory": UP_TO_ALLOCATOR,
     "device_tables": UP_TO_ALLOCATOR,
-    "uploads": UP_TO_ALLOCATOR,
+    "uploads": UP_TO_ALLOCATOR | {"ops"},
     "host_swap": UP_TO_ALLOCATOR | {"ops"},
     "cache_pool": UP_TO_ALLOCATOR | DEVICE_SIDE,
     "integrations": UP_TO_ALLOCATOR | {"integrations", "ops", "cache_pool"},

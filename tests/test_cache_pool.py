@@ -14,11 +14,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import avmp
 from avmp.cache_pool import CachePool
-from avmp.errors import ArenaTooSmall, Inconsistent, InvalidArgument
+from avmp.device_tables import DeviceTables
+from avmp.errors import ArenaTooSmall, Inconsistent, InvalidArgument, Unsupported
 from avmp.geometry import AttentionLayer, Geometry, StateLayer, StatePart
 from avmp.layout import Layout
 from avmp.options import Options
 from tests.chaos import ChaosMigration
+from tests.test_machine import LAYOUTS
 
 STATE = (StatePart("conv", (6, 4), "bfloat16"), StatePart("ssm", (4, 8), "float32"))
 HYBRID = Geometry(
@@ -62,6 +64,23 @@ def test_views_share_the_arena_and_no_two_units_share_a_byte(kv_order: str, lane
 def test_pages_of_a_layer_lie_at_their_natural_stride_when_every_layer_has_a_lane() -> None:
     keys, _ = pool_of().kv(4)
     assert keys.stride(0) * 4 == pool_of().layout.page_bytes == 2 * 4 * 2 * 16 * 4
+
+
+def test_layers_of_unequal_shape_share_one_lane_without_sharing_a_byte() -> None:
+    geometry = Geometry(
+        attention_layers=(AttentionLayer(0, 2, 16, 16, "float32"), AttentionLayer(2, 1, 32, 8, "bfloat16")),
+        state_layers=(StateLayer(1, STATE), StateLayer(3, STATE[:1])),
+        page_tokens=4,
+        max_position_embeddings=64,
+    )
+    pool = pool_of(geometry)
+    assert pool.layout.lane_count == 1
+    views = [view for layer in (0, 2) for view in pool.kv(layer)] + [*pool.state(1), *pool.state(3)]
+    assert [tuple(view.shape[2:]) for view in views[:4]] == [(2, 16), (2, 16), (1, 32), (1, 8)]
+    units = [pool.layout.page_count - 1] * 4 + [pool.layout.first_slot] * 3
+    for value, (view, unit) in enumerate(zip(views, units, strict=True), start=1):
+        view[unit] = value
+    assert all((view[unit] == value).all() for value, (view, unit) in enumerate(zip(views, units, strict=True), 1))
 
 
 def test_a_layer_that_stores_keys_only_has_no_values() -> None:
@@ -118,7 +137,8 @@ def test_batch_tables_equal_the_host_s_after_every_step_and_never_move() -> None
         assert not batch.state_indices[count:].any() and not batch.has_initial_state[count:].any()
         assert (batch.query_start_loc[count:] == batch.num_tokens).all()
         assert len(batch.slot_mapping) == batch.num_tokens == int(batch.query_start_loc[-1])
-        names = ("block_table", "seq_lens", "query_start_loc", "slot_mapping", "state_indices", "page_table")
+        names = ("block_table", "seq_lens", "query_start_loc", "slot_mapping", "state_indices", "has_initial_state")
+        names += ("page_table", "slot_table")
         addresses.add(tuple(getattr(batch, name).data_ptr() for name in names))
     assert len(addresses) == 1
 
@@ -197,9 +217,77 @@ def test_physical_tables_are_stale_once_anything_has_moved() -> None:
     for stale in (table, csr):
         with pytest.raises(Inconsistent, match="stale"):
             stale.require_current()
-    pool.batch(sequences).physical().require_current()
+    for call in (batch.physical, batch.physical_csr):
+        with pytest.raises(Inconsistent, match="stale"):  # the mirrors that it would read are older than the move
+            call()
+    latest = pool.batch(sequences)
+    latest.physical().require_current()
     with pytest.raises(InvalidArgument, match="int32"):
-        batch.physical(torch.zeros(2, 2, dtype=torch.int64))
+        latest.physical(torch.zeros(2, 2, dtype=torch.int64))
+    vector = torch.zeros(64, dtype=torch.int32)
+    for wrong in ((vector, vector), (vector, vector, vector.view(8, 8)), (vector[:1], vector, vector)):
+        with pytest.raises(InvalidArgument, match="three int32 vectors"):
+            latest.physical_csr(wrong)  # type: ignore[arg-type]
+
+
+def test_a_batch_that_a_later_one_has_overwritten_gives_no_physical_ids() -> None:
+    pool = pool_of()
+    one, two = pool.admit([9, 5]).tolist()
+    first, second = pool.batch([one]), pool.batch([two])
+    for call in (first.physical, first.physical_csr):
+        with pytest.raises(Inconsistent, match="overwritten by batch 2"):
+            call()
+    assert second.physical().block_table.shape[0] == 1
+
+
+def test_everything_behind_a_batch_is_zero_for_graphs_that_were_captured_with_more() -> None:
+    pool = pool_of()
+    sequences = pool.admit([1] * 8)
+    pool.batch(sequences)
+    captured = pool.tables.slot_mapping[:8], pool.tables.seq_lens[:8], pool.tables.block_table[:8]
+    pool.extend(sequences[:5])
+    batch = pool.batch(sequences[:5], pad_to=8)
+    assert batch.num_tokens == 5 and (captured[0][:5] >= 4).all()
+    assert not captured[0][5:].any() and not captured[1][5:].any() and not captured[2][5:].any()
+    pool.extend(sequences)
+    assert (pool.batch(sequences).slot_mapping >= 4).all()
+
+
+@pytest.mark.parametrize("method", ["apply_table_changes", "zero"])
+def test_a_failure_on_the_way_to_the_device_stops_the_pool(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = pool_of()
+
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(pool.backend, method, fail)
+    sequence = pool.admit([4])
+    with pytest.raises(RuntimeError, match="device lost"):
+        pool.batch(sequence)
+    monkeypatch.undo()
+    for call in (lambda: pool.extend(sequence), lambda: pool.batch(sequence), pool.flush):
+        with pytest.raises(Inconsistent, match="interrupted"):
+            call()
+
+
+def test_effects_in_the_wrong_order_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.test_cache_pool_machine import LazyDriver
+
+    def backwards(self: CachePool) -> Any:
+        launches, changes = CachePool._drain(self)
+        return launches[::-1], changes
+
+    caught = 0
+    for seed in range(6):
+        driver = LazyDriver(LAYOUTS["slot of five pages"], chaos_seed=seed)
+        monkeypatch.setattr(driver.allocator, "_drain", lambda pool=driver.allocator: backwards(pool))
+        rng = random.Random(seed)
+        try:
+            for _ in range(200):
+                driver.run(rng.choice(driver.OPERATIONS), rng.randrange)
+        except (AssertionError, KeyError, IndexError, ValueError):
+            caught += 1
+    assert caught == 6
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------
@@ -310,20 +398,6 @@ def test_discarded_sequences_give_their_host_memory_back() -> None:
     assert pool._host.nbytes == 0
 
 
-def test_a_launch_that_fails_stops_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = pool_of()
-
-    def fail(*arguments: Any) -> None:
-        raise RuntimeError("device lost")
-
-    monkeypatch.setattr(pool.backend, "zero", fail)
-    sequence = pool.admit([4])
-    with pytest.raises(RuntimeError, match="device lost"):
-        pool.batch(sequence)
-    with pytest.raises(Inconsistent, match="interrupted"):
-        pool.extend(sequence)
-
-
 def test_a_meta_arena_of_any_size_plans_without_memory() -> None:
     pool = CachePool(avmp.named_model("qwen3-next-80b-a3b"), "4TiB", device="meta", max_tokens_per_sequence=65536)
     assert pool.kv(3)[0].shape[1:] == (16, 2, 256) and pool.kv(3)[0].device.type == "meta"
@@ -352,7 +426,10 @@ def test_operations_that_read_a_step_s_result_need_the_step_to_be_batched() -> N
         with pytest.raises(InvalidArgument, match="no batch has taken them up"):
             call()
         assert pool.digest() == before
+        with pytest.raises(InvalidArgument, match="no batch has taken them up"):
+            pool.fits("fork", one)
     pool.batch([one, two])
+    assert pool.fits("fork", one) and pool.fits("reorder", iter([one, two]), [1, 1])
     pool.fork(one), pool.snapshot(two), pool.reorder([one, two], [1, 1]), pool.swap_out([one])
 
 
@@ -363,6 +440,16 @@ def test_what_cannot_work_is_refused_at_once() -> None:
         pool_of(backend="cuda")
     with pytest.raises(InvalidArgument, match="memory is missing"):
         CachePool(HYBRID, device="cpu")
+    for wrong in (-1, True, 2.5):
+        with pytest.raises(InvalidArgument, match="max_batch_tokens"):
+            pool_of(max_batch_tokens=wrong)
+    for given in ({"kv_order": "HND"}, {"lane_count": 1}):
+        with pytest.raises(InvalidArgument, match=r"Layout\.plan"):
+            CachePool(Layout.plan(HYBRID, "256KiB"), device="cpu", **given)
+    with pytest.raises(InvalidArgument, match="fewer rows or larger pages"):
+        DeviceTables(10, 10, max_rows=2200, row_width=2**20, max_tokens=8, device=torch.device("meta"))
+    with pytest.raises(Unsupported, match="use flush"):
+        pool_of().drain()
 
 
 def test_a_mirror_that_differs_from_the_host_is_reported_at_debug_2() -> None:

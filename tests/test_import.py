@@ -22,6 +22,7 @@ sys.meta_path.insert(0, Blocked)
 """
 
 DEVICE_SIDE = {"ops", "cache_pool", "compat", "integrations", "demo", "kernels"} | {
+    "device_batch",
     "device_memory",
     "device_tables",
     "host_swap",

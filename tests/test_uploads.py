@@ -41,9 +41,16 @@ def steps(pool: CachePool, queue: LateQueue) -> tuple[list[tuple[np.ndarray, ...
             pool.extend(sequences)
         batch = pool.batch(sequences)
         space, rows = pool._space, pool._ids(sequences)
-        host = (pool._ledger.table.block_table[rows], pool._ledger.table.length[rows], space.pages.physical)
+        table = pool._ledger.table
+        host = (
+            table.block_table[rows],
+            table.length[rows],
+            table.slot[rows],
+            space.pages.physical,
+            space.slots.physical,
+        )
         expected.append(tuple(array.copy() for array in host))
-        views = (batch.block_table, batch.seq_lens, batch.page_table)
+        views = (batch.block_table, batch.seq_lens, batch.state_indices, batch.page_table, batch.slot_table)
         queue.put(lambda views=views: seen.append(tuple(copied(view) for view in views)))
         if step == 6:
             pool.release(sequences[2:])
