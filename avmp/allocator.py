@@ -373,19 +373,20 @@ class Allocator:
         self._committing = False
         return drained
 
-    def _drain(self) -> tuple[list[Launch], TableChanges]:
+    def _drain(self, cells_too: bool = True) -> tuple[list[Launch], TableChanges]:
         space, table = self._space, self._ledger.table
         launches = space.effects.drain()
-        pages, slots, cells = space.pages.drain_dirty(), space.slots.drain_dirty(), table.dirty.drain()
+        pages, slots = space.pages.drain_dirty(), space.slots.drain_dirty()
         if not self.options.record_effects:
-            pages = slots = cells = NOTHING
+            pages = slots = NOTHING
+        cells = table.dirty.drain() if cells_too else NOTHING
         changes = TableChanges(
             page_ids=pages,
             page_values=space.pages.physical[pages],
             slot_ids=slots,
             slot_values=space.slots.physical[slots],
             cells=cells,
-            cell_values=table.block_table.reshape(-1)[cells],
+            cell_values=table.cells[cells],
         )
         return launches, changes
 

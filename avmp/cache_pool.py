@@ -15,7 +15,6 @@ from avmp.batch_tables import make_batch
 from avmp.device_batch import Batch
 from avmp.device_memory import allocate_arena, resolve_memory
 from avmp.device_tables import Change, DeviceTables
-from avmp.dirty_entries import DirtyEntries
 from avmp.effects import Launch
 from avmp.errors import Inconsistent, InvalidArgument, Unsupported
 from avmp.geometry import Geometry
@@ -100,7 +99,6 @@ class CachePool(Allocator):
         )
         self._uploader = Uploader(self.tables.words, self.backend, transport or StreamTransport(self.device))
         self._host = HostSwap(self.lanes, self.backend)
-        self._dirty_cells = DirtyEntries(table.block_table.size)
         self.launches = 0
 
     # -- memory ----------------------------------------------------------------------------------------------------
@@ -145,7 +143,7 @@ class CachePool(Allocator):
         with self._carrying_out():
             changes = self._run_effects()
             handles = table.handle[table.ids(host.rows)]
-            self._upload(changes + tables.changes_of_batch(host, handles, self._dirty_cells.drain()))
+            self._upload(changes + tables.changes_of_batch(host, handles, table.dirty.drain()))
         rows = len(host.seq_lens)
         return Batch(
             counters=self._space.counters,
@@ -190,11 +188,10 @@ class CachePool(Allocator):
 
     def _run_effects(self) -> list[Change]:
         """Enqueues all data effects; returns the changes of the page tables, which come after them."""
-        launches, changes = self._drain()
+        launches, changes = self._drain(cells_too=False)  # the block table of the device is that of the last batch
         for launch in launches:
             self._launch(launch)
         self.launches += len(launches)
-        self._dirty_cells.add(changes.cells)
         return [
             (changes.page_ids + self.tables.begin["page_table"], changes.page_values),
             (changes.slot_ids + self.tables.begin["slot_table"], changes.slot_values),

@@ -2,6 +2,7 @@
 
 import random
 import sys
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -273,14 +274,14 @@ def test_a_failure_on_the_way_to_the_device_stops_the_pool(method: str, monkeypa
 def test_effects_in_the_wrong_order_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.test_cache_pool_machine import LazyDriver
 
-    def backwards(self: CachePool) -> Any:
-        launches, changes = CachePool._drain(self)
+    def backwards(pool: CachePool, cells_too: bool) -> Any:
+        launches, changes = CachePool._drain(pool, cells_too)
         return launches[::-1], changes
 
     caught = 0
     for seed in range(6):
         driver = LazyDriver(LAYOUTS["slot of five pages"], chaos_seed=seed)
-        monkeypatch.setattr(driver.allocator, "_drain", lambda pool=driver.allocator: backwards(pool))
+        monkeypatch.setattr(driver.allocator, "_drain", partial(backwards, driver.allocator))
         rng = random.Random(seed)
         try:
             for _ in range(200):
