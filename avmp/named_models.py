@@ -4,6 +4,10 @@ The numbers are those of public configurations; only what the cache depends on i
 to equal ``jamba-v0.1``, and the value heads of ``qwen3.5-27b`` and ``qwen3.5-35b-a3b`` to equal those of their
 successors; neither has been compared with the published files. To add a model, add an entry here, or pass its
 config.json to :meth:`avmp.geometry.Geometry.from_config`.
+
+``paper_jamba`` and ``paper_mamba2`` are no models but the two geometries of the published AVMP experiment (arXiv
+2605.22416), which leaves out convolution windows and counts two bytes per element: 4 attention layers with KV pages
+of 64 KiB each, 28 state layers of 256 KiB or 2 MiB each.
 """
 
 from __future__ import annotations
@@ -11,8 +15,9 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
+from avmp.config_fields import dtype_name
 from avmp.errors import InvalidArgument
-from avmp.geometry import Geometry
+from avmp.geometry import CONVENTIONS, AttentionLayer, Geometry, StateLayer, StatePart
 
 
 def _zamba2(layers: int, hybrid_layers: list[int], **fields: Any) -> dict[str, Any]:
@@ -172,7 +177,9 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "lfm2-1.2b": _LFM2,
 }
 
-MODEL_NAMES: tuple[str, ...] = tuple(_CONFIGS)
+_PAPER_D_STATE = {"paper_jamba": 16, "paper_mamba2": 128}
+
+MODEL_NAMES: tuple[str, ...] = (*_CONFIGS, *_PAPER_D_STATE)
 
 
 def named_model(name: str, **options: Any) -> Geometry:
@@ -180,9 +187,39 @@ def named_model(name: str, **options: Any) -> Geometry:
 
     Raises InvalidArgument for a name not in ``MODEL_NAMES``; the message lists them and hints at the closest.
     """
-    config = _CONFIGS.get(name.lower())
+    key = name.lower()
+    if key in _PAPER_D_STATE:
+        return _paper_geometry(key, **options)
+    config = _CONFIGS.get(key)
     if config is None:
-        close = difflib.get_close_matches(name.lower(), MODEL_NAMES, n=1)
+        close = difflib.get_close_matches(key, MODEL_NAMES, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
         raise InvalidArgument(f"unknown model {name!r}{hint}: expected one of {', '.join(MODEL_NAMES)}")
-    return Geometry.from_config(config, **{"name": name.lower(), **options})
+    return Geometry.from_config(config, **{"name": key, **options})
+
+
+def _paper_geometry(
+    model: str,
+    page_tokens: int = 16,
+    convention: str = "transformers",
+    dtype: object = None,
+    ssm_dtype: object = None,
+    conv_columns: int | None = None,
+    name: str | None = None,
+) -> Geometry:
+    """Both conventions agree on it, as they differ in windows, which are not there, and in the dtype of the states,
+    which the paper fixes at two bytes."""
+    if convention not in CONVENTIONS:
+        raise InvalidArgument(f"convention {convention!r}: expected one of {', '.join(CONVENTIONS)}")
+    attention = [layer for layer in range(32) if layer % 8 == 4]
+    state = StatePart("ssm", (8192, _PAPER_D_STATE[model]), dtype_name(ssm_dtype) or "bfloat16")
+    return Geometry(
+        attention_layers=tuple(
+            AttentionLayer(layer, 8, 128, 128, dtype_name(dtype) or "bfloat16") for layer in attention
+        ),
+        state_layers=tuple(StateLayer(layer, (state,)) for layer in range(32) if layer not in attention),
+        page_tokens=page_tokens,
+        max_position_embeddings=262144,
+        name=name or model,
+        conv_columns=conv_columns,
+    )

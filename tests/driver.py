@@ -433,5 +433,5 @@ class Driver:
         allocator.check()
         stats = allocator.stats()
         assert stats.pages_live == stats.slots_live == stats.sequences == 0
-        Driver.flush(self)
+        self.flush()
         assert not self.placed or allocator._space.events is None

@@ -24,14 +24,21 @@ class PoolDriver(Driver):
 class LazyDriver(PoolDriver):
     """The same without a flush after each operation: effects pile up until a batch carries them out."""
 
+    lazy = True
+
     def flush(self) -> None:
-        """Nothing: the pool decides."""
+        if not self.lazy:
+            super().flush()
 
     def run(self, operation: str, choose: Choose, check: bool = True) -> None:
         getattr(self, operation)(choose)
         if check and choose(6) == 0:
             super().flush()
             self.verify()
+
+    def empty(self) -> None:
+        self.lazy = False
+        super().empty()
 
 
 # Units of 16 KiB and more are moved row by row on a CPU, smaller ones through a temporary.

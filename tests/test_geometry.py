@@ -52,7 +52,8 @@ def _product(shape: tuple[int, ...]) -> int:
 
 
 def test_every_named_model_is_in_the_table() -> None:
-    assert set(TABLE) == set(MODEL_NAMES)
+    """But for the two geometries of the published experiment, which have no convolution windows."""
+    assert set(TABLE) | {"paper_jamba", "paper_mamba2"} == set(MODEL_NAMES)
 
 
 @pytest.mark.parametrize("name", TABLE)

@@ -1,9 +1,9 @@
-"""The four allocators of the published experiment (arXiv 2605.22416), as counts and free lists; no byte is touched.
+"""The split allocators of the published experiment (arXiv 2605.22416) as counts and free lists; no byte is touched.
 
 All of them hand out ids last-freed first, a fresh pool in ascending order. What a request holds of a pool is its
 entry; entries stand in the order of their last successful allocation, and the first is the next victim, which may be
 the very request that asks. An eviction strips one entry and is never undone. Each class is one policy; a new one
-overrides :meth:`SplitPools.relieve`.
+overrides :meth:`SplitPools.relieve`. The allocator with one pool for both kinds is in ``padded_pool.py``.
 """
 
 from __future__ import annotations
@@ -97,12 +97,16 @@ class PaperAllocator(Protocol):
 
 
 class IdPool:
-    """Free ids, the next one last, and the entries, the next victim first."""
+    """Free ids, the next one last, and the entries, the next victim first.
+
+    ``refused`` is the smallest shrink refused since ids last became free: until then, no larger one can succeed.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.free = list(range(capacity - 1, -1, -1))
         self.entries: dict[int, list[int]] = {}
+        self.refused: int | None = None
 
     def take(self, request: int, count: int) -> bool:
         """The request gets ``count`` ids and moves to the end of the order; False, and nothing, without as many."""
@@ -118,6 +122,7 @@ class IdPool:
     def drop(self, request: int) -> None:
         """All ids of the request are free."""
         self.free.extend(self.entries.pop(request, ()))
+        self.refused = None
 
     def victim(self) -> int | None:
         """The request whose last successful allocation is the oldest."""
@@ -125,15 +130,22 @@ class IdPool:
 
     def shrink(self, count: int) -> bool:
         """Gives up the ``count`` highest ids; False if one of them is live, or there are not as many."""
+        if self.refused is not None and count >= self.refused:
+            return False
         end = self.capacity - count
-        rest = [unit for unit in self.free if unit < end]
+        if self.free[:count] == list(range(self.capacity - 1, end - 1, -1)):
+            rest = self.free[count:]  # never handed out, so that they still lie together
+        else:
+            rest = [unit for unit in self.free if unit < end]
         if end < 0 or len(self.free) - len(rest) < count:
+            self.refused = count
             return False
         self.free, self.capacity = rest, end
         return True
 
     def grow(self, count: int) -> None:
         """New ids above the present ones; the highest comes out first."""
+        self.refused = None
         self.free.extend(range(self.capacity, self.capacity + count))
         self.capacity += count
 
@@ -147,8 +159,9 @@ class SplitPools:
             raise InvalidArgument(f"state share {ratio}: expected 0 to 1")
         state_bytes = int(total_bytes * ratio)
         self.units = units
-        self.pools = self.make_pool((total_bytes - state_bytes) // units.page_bytes), self.make_pool(
-            state_bytes // units.state_bytes
+        self.pools = (
+            self.make_pool((total_bytes - state_bytes) // units.page_bytes),
+            self.make_pool(state_bytes // units.state_bytes),
         )
         self.counters = Counters()
 
@@ -231,112 +244,3 @@ class MigratingPools(SplitPools):
         counters.served_by_shrink += got
         counters.shrink_seconds += time.process_time() - started
         return got
-
-
-class ScannedIdPool(IdPool):
-    """The same order of victims, found as the prototype's baselines find it: by looking at every live id."""
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
-        self.clock = 0
-        self.last_use: dict[int, int] = {}
-
-    def take(self, request: int, count: int) -> bool:
-        """As above."""
-        got = super().take(request, count)
-        if got:
-            self.clock += 1
-            self.last_use[request] = self.clock
-        return got
-
-    def victim(self) -> int | None:
-        """As above."""
-        uses = ((self.last_use[request], request) for request, ids in self.entries.items() for _ in ids)
-        return min(uses, default=(0, None))[1]
-
-
-class ScannedSplitPools(SplitPools):
-    """fixed_dual with the prototype's search for victims: equal decisions, another running time."""
-
-    make_pool = ScannedIdPool
-
-
-class WholeRequestPools(SplitPools):
-    """Not in the paper: strips whole requests, of both kinds, until the new units fit."""
-
-    def relieve(self, request: int, kind: int, count: int) -> bool:
-        """As many victims as it takes."""
-        pool = self.pools[kind]
-        while count > len(pool.free) and (victim := pool.victim()) is not None:
-            self._strip(victim, *self.pools)
-        got = pool.take(request, count)
-        self.counters.served_by_eviction += got
-        return got
-
-
-class PaddedPool:
-    """padded_unified: one pool, every unit as large as the larger kind; one entry per request for both kinds.
-
-    The published prototype frees at a departure every id that the request was **ever** given and that is not free
-    now, also those that have been stripped from it and belong to others since, who lose them without notice.
-    ``correct_frees`` leaves those alone.
-    """
-
-    def __init__(self, units: LayerUnits, total_bytes: int, correct_frees: bool = False) -> None:
-        self.unit_bytes = max(units.page_bytes, units.state_bytes)
-        self.capacity = total_bytes // self.unit_bytes
-        self.correct_frees = correct_frees
-        self.free = list(range(self.capacity - 1, -1, -1))
-        self.entries: dict[int, dict[int, None]] = {}
-        self.owners: dict[int, int] = {}
-        self.given: dict[int, list[int]] = {}
-        self.counters = Counters()
-
-    def allocate(self, request: int, kind: int, count: int) -> bool:
-        """See :class:`PaperAllocator`."""
-        if self._take(request, count):
-            self.counters.served += 1
-            return True
-        started = time.process_time()
-        victim = next(iter(self.entries), None)
-        if victim is not None:
-            self.counters.evictions += 1
-            self.counters.stripped.add(victim)
-            self._free(list(self.entries[victim]))
-        got = self._take(request, count)
-        self.counters.served_by_eviction += got
-        self.counters.failed += not got
-        self.counters.retry_seconds += time.process_time() - started
-        return got
-
-    def release(self, request: int) -> None:
-        """See :class:`PaperAllocator`."""
-        given = self.given.pop(request, [])
-        self._free(list(self.entries.get(request, ())) if self.correct_frees else given)
-
-    def pool_bytes(self) -> tuple[int, int]:
-        """See :class:`PaperAllocator`."""
-        return self.capacity * self.unit_bytes, 0
-
-    def _take(self, request: int, count: int) -> bool:
-        if count > len(self.free):
-            return False
-        ids = self.free[: -count - 1 : -1]
-        del self.free[-count:]
-        entry = self.entries.pop(request, None) or {}
-        entry.update(dict.fromkeys(ids))
-        self.entries[request] = entry
-        self.owners.update(dict.fromkeys(ids, request))
-        self.given.setdefault(request, []).extend(ids)
-        return True
-
-    def _free(self, ids: list[int]) -> None:
-        """Those that are live, in this order, whoever owns them; an entry that becomes empty is gone."""
-        for unit in ids:
-            owner = self.owners.pop(unit, None)
-            if owner is not None:
-                entry = self.entries[owner]
-                del entry[unit]
-                if not entry:
-                    del self.entries[owner]
-                self.free.append(unit)

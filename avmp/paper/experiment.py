@@ -10,21 +10,34 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from typing import Any
 
 from avmp.errors import InvalidArgument
-from avmp.paper.allocators import KV, STATE, LayerUnits, MigratingPools, PaddedPool, PaperAllocator, SplitPools
+from avmp.paper.allocators import KV, STATE, LayerUnits, MigratingPools, PaperAllocator, SplitPools
+from avmp.paper.alternatives import ScannedSplitPools, WholeRequestPools
+from avmp.paper.padded_pool import PaddedPool
 from avmp.units import ceil_div
 from avmp.workloads.paper import ARRIVAL, GROWTH, PAPER_PAGE_TOKENS, PaperStream
 
-VARIANTS: dict[str, Callable[[LayerUnits, int], PaperAllocator]] = {
+Builder = Callable[[LayerUnits, int], PaperAllocator]
+"""From units and the bytes of the memory to an empty allocator."""
+
+VARIANTS: dict[str, Builder] = {
     "padded_unified": PaddedPool,
     "fixed_dual_mr05": lambda units, total_bytes: SplitPools(units, total_bytes, 0.5),
     "fixed_dual_mr09": lambda units, total_bytes: SplitPools(units, total_bytes, 0.9),
     "avmp_static_mr05": lambda units, total_bytes: SplitPools(units, total_bytes, 0.5),
     "avmp_dynamic_b128": lambda units, total_bytes: MigratingPools(units, total_bytes, 0.5, 128),
 }
-"""The five variants of the paper by name: from units and bytes to an empty allocator."""
+"""The five variants of the paper."""
+
+OTHER_VARIANTS: dict[str, Builder] = {
+    "padded_correct_frees": lambda units, total_bytes: PaddedPool(units, total_bytes, correct_frees=True),
+    "fixed_dual_scanned": lambda units, total_bytes: ScannedSplitPools(units, total_bytes, 0.5),
+    "whole_requests": lambda units, total_bytes: WholeRequestPools(units, total_bytes, 0.5),
+}
+"""What they are held against: see the classes. The shares of states are 0.5."""
 
 
 @dataclass(frozen=True)
@@ -70,20 +83,25 @@ class Outcome:
         return asdict(self)
 
 
-def variant(name: str) -> Callable[[LayerUnits, int], PaperAllocator]:
-    """The builder of a variant. Besides the five of the paper, ``fixed_dual_mrNN`` with the share of states in
-    hundredths after the first digit (``mr05`` is 0.5, ``mr0474`` 0.474) and ``avmp_dynamic_bN``. Raises
-    InvalidArgument for any other name."""
-    if name in VARIANTS:
-        return VARIANTS[name]
-    kind, _, digits = name.rpartition("_")
-    if digits[2:].isdigit() and kind == "fixed_dual" and digits.startswith("mr0"):
-        ratio = float(f"0.{digits[3:] or 0}")
-        return lambda units, total_bytes: SplitPools(units, total_bytes, ratio)
-    if digits[1:].isdigit() and kind == "avmp_dynamic" and digits.startswith("b"):
-        batch = int(digits[1:])
-        return lambda units, total_bytes: MigratingPools(units, total_bytes, 0.5, batch)
-    raise InvalidArgument(f"unknown variant {name!r}; known: {', '.join(VARIANTS)}, fixed_dual_mr0R, avmp_dynamic_bN")
+def variant(name: str) -> Builder:
+    """The builder of that name: of ``VARIANTS``, of ``OTHER_VARIANTS``, ``fixed_dual:SHARE`` with the share of states
+    ("0.1" or "9/19"), ``avmp_dynamic:BATCH``, or ``avmp_dynamic:BATCH:SHARE`` to start from another share than 0.5.
+    Raises InvalidArgument for any other name."""
+    if name in VARIANTS or name in OTHER_VARIANTS:
+        return VARIANTS.get(name) or OTHER_VARIANTS[name]
+    kind, _, text = name.partition(":")
+    try:
+        if kind == "fixed_dual":
+            share = Fraction(text)
+            return lambda units, total_bytes: SplitPools(units, total_bytes, share)
+        if kind == "avmp_dynamic":
+            number, _, start = text.partition(":")
+            batch, share = int(number), Fraction(start or "1/2")
+            return lambda units, total_bytes: MigratingPools(units, total_bytes, share, batch)
+    except (ValueError, ZeroDivisionError):
+        pass
+    known = ", ".join((*VARIANTS, *OTHER_VARIANTS, "fixed_dual:SHARE", "avmp_dynamic:BATCH[:SHARE]"))
+    raise InvalidArgument(f"unknown variant {name!r}; known: {known}")
 
 
 def run_experiment(stream: PaperStream, allocator: PaperAllocator, units: LayerUnits) -> Outcome:

@@ -2,7 +2,7 @@
 
 ``read_trace(path)`` reads a recorded trace, ``builtin_trace(name, requests, seed)`` samples one from a built-in shape.
 Both give a :class:`Trace`. A new shape is one function registered by name in ``shapes.py``, a new file format one
-function in ``readers.py``.
+function in ``readers.py``. ``paper.py`` holds the four workloads of the published AVMP experiment, in ticks.
 """
 
 from avmp.workloads.percentiles import TABLES, PercentileTable, percentile_table
