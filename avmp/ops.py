@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Protocol
 
 import numpy as np
@@ -44,12 +45,30 @@ class Backend(Protocol):
         """Words of a table are overwritten."""
 
 
-BACKENDS: dict[str, Callable[[torch.Tensor, dict[str, int]], Backend]] = {"torch": TorchBackend}
+def _triton_backend(lanes: torch.Tensor, unit_bytes: dict[str, int]) -> Backend:
+    """Triton is loaded only where it is used: it takes a second to import, and is not to be had on every system."""
+    try:
+        from avmp.kernels.backend import TritonBackend
+    except ImportError as error:
+        raise InvalidArgument(f"backend 'triton': triton cannot be imported here ({error}); use 'torch'") from error
+    return TritonBackend(lanes, unit_bytes)
+
+
+BACKENDS: dict[str, Callable[[torch.Tensor, dict[str, int]], Backend]] = {
+    "torch": TorchBackend,
+    "triton": _triton_backend,
+}
+
+
+def default_backend(device: torch.device) -> str:
+    """``"triton"`` for a GPU, CUDA or ROCm, where triton is installed; ``"torch"`` otherwise."""
+    return "triton" if device.type == "cuda" and find_spec("triton") is not None else "torch"
 
 
 def make_backend(name: str | None, lanes: torch.Tensor, unit_bytes: dict[str, int]) -> Backend:
-    """The backend of that name, ``"torch"`` by default, for an arena uint8 ``[lane_count, lane_bytes]``."""
-    chosen = name or "torch"
+    """The backend of that name, by default that of the arena's device, for an arena uint8 ``[lane_count,
+    lane_bytes]``. Raises InvalidArgument for a backend that does not run there; no other takes its place."""
+    chosen = name or default_backend(lanes.device)
     if chosen not in BACKENDS:
         raise InvalidArgument(f"backend {chosen!r}: expected one of {', '.join(BACKENDS)}")
     return BACKENDS[chosen](lanes, unit_bytes)

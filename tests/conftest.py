@@ -1,10 +1,15 @@
 """What tests of every kind share: how hypothesis runs, and where the repository and the recorded traces are."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+# Kernels run in Triton's interpreter, with or without a GPU. Triton reads this when kernels are defined, so it has to
+# be set before any test module is imported; what needs the compiler starts a process without it.
+os.environ["TRITON_INTERPRET"] = "1"
 
 # A failure prints a blob that reproduces it anywhere. Under CI the examples are the same on every run, so that a
 # change is judged by what it changes; elsewhere they are new each time, which is how new faults are found.
@@ -17,6 +22,23 @@ settings.load_profile("ci" if os.environ.get("CI") else "default")
 def repository() -> Path:
     """The root of the checkout that the tests belong to."""
     return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> None:
+    """Triton's interpreter, corrected; for tests that run kernels."""
+    from tests import triton_interpreter
+
+    triton_interpreter.install()
+
+
+@pytest.fixture(params=["forward", "reverse", "shuffle"])
+def program_order(request: pytest.FixtureRequest, interpreter: None) -> Iterator[str]:
+    """The test runs three times, with the programs of its kernels in three orders; for kernels that write."""
+    from tests import triton_interpreter
+
+    with triton_interpreter.program_order(request.param, seed=1):
+        yield request.param
 
 
 @pytest.fixture(scope="session")

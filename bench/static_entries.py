@@ -1,0 +1,113 @@
+"""Which kernels are compiled offline, with what parameters, and what must hold for the code that comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from avmp.kernels import tuning
+from bench.offline import TARGETS
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a row has to keep to; nothing may spill, whatever else holds.
+
+    ``wide_loads`` and ``wide_stores``: at least so many accesses to global memory of 128 bits, asynchronous ones
+    included; ``narrowest_load`` and ``narrowest_store``: no access of fewer bits; ``registers`` and ``shared``: at
+    most; ``matrix``: at least so many matrix instructions.
+    """
+
+    wide_loads: int = 0
+    wide_stores: int = 0
+    narrowest_load: int = 8
+    narrowest_store: int = 8
+    registers: int | None = None
+    shared: int | None = None
+    matrix: int = 0
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One kernel with one set of parameters; see ``bench.offline.compiled`` for how arguments are written."""
+
+    name: str
+    kernel: str
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+    limits: Limits
+    targets: tuple[str, ...] = field(default=TARGETS)
+
+
+def complaints(row: dict[str, Any], limits: Limits) -> list[str]:
+    """What is wrong with a row."""
+    loads = [(int(bits), number) for kind in ("loads", "async") for bits, number in row[kind].items()]
+    stores = [(int(bits), number) for bits, number in row["stores"].items()]
+    found = [f"{row['spills']} spills"] if row["spills"] else []
+    for what, accesses, least, narrowest in (
+        ("loads", loads, limits.wide_loads, limits.narrowest_load),
+        ("stores", stores, limits.wide_stores, limits.narrowest_store),
+    ):
+        wide = sum(number for bits, number in accesses if bits >= 128)
+        if wide < least:
+            found.append(f"{wide} {what} of 128 bits, expected {least}")
+        found += [f"{number} {what} of {bits} bits" for bits, number in accesses if bits < narrowest]
+    for what in ("registers", "shared"):
+        most = getattr(limits, what)
+        if most is not None and row[what] > most:
+            found.append(f"{row[what]} {what}, expected at most {most}")
+    if sum(row["matrix"].values()) < limits.matrix:
+        found.append(f"{sum(row['matrix'].values())} matrix instructions, expected {limits.matrix}")
+    return found
+
+
+# -- units -----------------------------------------------------------------------------------------------------------
+
+UNIT_BYTES = (65_536, 4_352, 256)
+"""A page of 16 tokens by 8 heads of 128 in bfloat16, K and V; one that fills no power of two; the smallest."""
+
+COPY = Limits(wide_loads=1, wide_stores=1, narrowest_load=32, narrowest_store=128, registers=48, shared=0)
+FILL = Limits(wide_stores=1, narrowest_load=32, narrowest_store=128, registers=48, shared=0)
+COUNTS = dict.fromkeys(("count", "lanes", "columns", "items", "unit_vectors", "first_valid_id"), "i32")
+
+
+def tile(unit_bytes: int) -> dict[str, int]:
+    """The shape of a tile, as launchers choose it."""
+    piece = tuning.piece_bytes(unit_bytes, tuning.BULK.tile_bytes)
+    return {"ROWS": tuning.BULK.tile_bytes // piece, "WORDS": piece // 4}
+
+
+def copying(name: str, unit_bytes: int, source_ids: str | None, destination_ids: str | None) -> Entry:
+    """One use of the kernel that copies. Strides are of any value: no alignment is promised but that of addresses."""
+    sides = {f"{side}_{what}": "i32" for side in ("source", "destination") for what in ("unit", "lane", "limit")}
+    arguments = {"source": "*i32:16", "destination": "*i32:16", **COUNTS, **sides, **tile(unit_bytes)}
+    arguments |= {"source_ids": source_ids, "destination_ids": destination_ids}
+    options = {"num_warps": tuning.BULK.warps}
+    return Entry(f"{name}, {unit_bytes:,} B", "avmp.kernels.units:copy_units_kernel", arguments, options, COPY)
+
+
+def unit_entries() -> Iterator[Entry]:
+    """Everything that moves bytes."""
+    for unit_bytes in UNIT_BYTES:
+        yield copying("copy and move", unit_bytes, "*i32", "*i32")
+        yield copying("gather", unit_bytes, "*i32", None)
+        yield copying("scatter", unit_bytes, None, "*i32")
+        arguments = {"arena": "*i32:16", "ids": "*i32", **COUNTS, **tile(unit_bytes)}
+        arguments |= dict.fromkeys(("lane_stride", "limit", "word"), "i32")
+        options = {"num_warps": tuning.BULK.warps}
+        yield Entry(f"fill, {unit_bytes:,} B", "avmp.kernels.units:fill_units_kernel", arguments, options, FILL)
+
+
+def table_entries() -> Iterator[Entry]:
+    """Changes of tables: their places are anywhere, so that words are written one by one."""
+    arguments = {"tables": "*i32", "changes": "*i32", "count": "i32", "words": "i32", "BLOCK": tuning.TABLE_BLOCK}
+    options = {"num_warps": tuning.TABLE_WARPS}
+    limits = Limits(narrowest_load=32, narrowest_store=32, registers=48, shared=0)
+    kernel = "avmp.kernels.tables:apply_table_changes_kernel"
+    yield Entry("apply_table_changes", kernel, arguments, options, limits)
+
+
+def entries() -> list[Entry]:
+    """All of them, in the order of the table."""
+    return [*unit_entries(), *table_entries()]
