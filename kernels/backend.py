@@ -6,9 +6,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from avmp.errors import InvalidArgument
 from avmp.kernels.launch import require_runnable
-from avmp.kernels.reference import POISON_BYTE, STAGING_BYTES, unit_view
+from avmp.kernels.reference import POISON_BYTE, chunks, require_ids, unit_view
 from avmp.kernels.tables import apply_table_changes
 from avmp.kernels.units import copy_units, fill_units, gather_units, scatter_units
 
@@ -54,7 +53,7 @@ class TritonBackend:
         if out.device == self.device:
             gather_units(self._lanes, self._unit_bytes[pool], ids, out)
             return
-        for part in self._chunks(pool, len(sources)):
+        for part in chunks(self.units[pool], len(sources)):
             staging = torch.empty(out[part].shape, dtype=torch.uint8, device=self.device)
             gather_units(self._lanes, self._unit_bytes[pool], ids[part], staging)
             out[part].copy_(staging, non_blocking=True)
@@ -62,7 +61,7 @@ class TritonBackend:
     def scatter(self, pool: str, source: torch.Tensor, destinations: Ids) -> None:
         """The inverse of ``gather``."""
         ids = self._upload(pool, destinations)[0]
-        for part in self._chunks(pool, len(destinations)):
+        for part in chunks(self.units[pool], len(destinations)):
             staging = source[part].to(self.device, non_blocking=True)
             scatter_units(self._lanes, self._unit_bytes[pool], staging, ids[part])
 
@@ -77,19 +76,9 @@ class TritonBackend:
         Copied out of pinned memory that nobody else knows: torch's host allocator reuses it only once the copy out of
         it has finished, so that the caller may change its arrays at once.
         """
-        if len({len(one) for one in ids}) != 1:
-            raise InvalidArgument(f"{' and '.join(str(len(one)) for one in ids)} ids: expected equally many")
-        count = self.units[pool].shape[1]
-        for one in ids:
-            if len(one) and not 0 <= int(one.min()) <= int(one.max()) < count:
-                raise InvalidArgument(f"{pool} ids {one.min()} to {one.max()}: the pool has 0 to {count - 1}")
+        require_ids(self.units[pool], *ids)
         staging = torch.empty((len(ids), len(ids[0])), dtype=torch.int32, pin_memory=self.device.type == "cuda")
         staged = staging.numpy()
         for row, one in enumerate(ids):
             staged[row] = one
         return staging.to(self.device, non_blocking=True)
-
-    def _chunks(self, pool: str, count: int) -> list[slice]:
-        lanes, _, unit_bytes = self.units[pool].shape
-        step = max(STAGING_BYTES // (lanes * unit_bytes), 1)
-        return [slice(begin, min(begin + step, count)) for begin in range(0, count, step)]

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from avmp.errors import InvalidArgument
+
 POISON_BYTE = 0xFF
 """Fills freed units: NaN in float64, float32, float16, bfloat16, float8_e4m3fn and float8_e5m2 alike."""
 
@@ -28,7 +30,8 @@ class TorchBackend:
     """One method per kind of effect and one for tables, for the two pools of one arena.
 
     ``lanes`` is uint8 ``[lane_count, lane_bytes]`` on any device; ``unit_bytes`` gives each pool's bytes per unit and
-    lane, 0 for a pool that does not exist. Pools overlap: both views span the whole lane.
+    lane, 0 for a pool that does not exist. Pools overlap: both views span the whole lane. Every method raises
+    InvalidArgument for ids outside the pool, before it writes anything.
     """
 
     name = "torch"
@@ -45,13 +48,14 @@ class TorchBackend:
 
     def copy(self, pool: str, sources: NDArray[np.int64], destinations: NDArray[np.int64]) -> None:
         """The bytes of units ``sources`` are written to units ``destinations`` too."""
+        require_ids(self.units[pool], sources, destinations)
         array = self._arrays.get(pool)
         if array is not None:
             for lane in array:  # one lane, so that rows are contiguous: of anything else numpy makes a temporary copy
                 self._copy_rows(lane, sources, destinations)
             return
         units = self.units[pool]
-        for part in self._chunks(pool, len(sources)):
+        for part in chunks(self.units[pool], len(sources)):
             units.index_copy_(1, self._ids(destinations[part]), units.index_select(1, self._ids(sources[part])))
 
     def _copy_rows(self, rows: NDArray[np.uint8], sources: NDArray[np.int64], destinations: NDArray[np.int64]) -> None:
@@ -75,23 +79,25 @@ class TorchBackend:
 
     def gather(self, pool: str, sources: NDArray[np.int64], out: torch.Tensor) -> None:
         """Units to ``out``, uint8 ``[len(sources), lane_count, unit_bytes]``, contiguous, on any device."""
+        require_ids(self.units[pool], sources)
         if out.device.type == "cpu" and pool in self._arrays:
             array, target = self._arrays[pool], out.numpy()
             for position, source in enumerate(sources.tolist()):
                 target[position] = array[:, source]
             return
-        for part in self._chunks(pool, len(sources)):
+        for part in chunks(self.units[pool], len(sources)):
             units = self.units[pool].index_select(1, self._ids(sources[part])).transpose(0, 1).contiguous()
             out[part].copy_(units, non_blocking=True)
 
     def scatter(self, pool: str, source: torch.Tensor, destinations: NDArray[np.int64]) -> None:
         """The inverse of ``gather``."""
+        require_ids(self.units[pool], destinations)
         if source.device.type == "cpu" and pool in self._arrays:
             array, stored = self._arrays[pool], source.numpy()
             for position, destination in enumerate(destinations.tolist()):
                 array[:, destination] = stored[position]
             return
-        for part in self._chunks(pool, len(destinations)):
+        for part in chunks(self.units[pool], len(destinations)):
             units = source[part].to(self.device, non_blocking=True).transpose(0, 1)
             self.units[pool].index_copy_(1, self._ids(destinations[part]), units)
 
@@ -101,6 +107,7 @@ class TorchBackend:
         tables[changes[0].long()] = changes[1]
 
     def _fill(self, pool: str, destinations: NDArray[np.int64], value: int) -> None:
+        require_ids(self.units[pool], destinations)
         array = self._arrays.get(pool)
         if array is None:
             self.units[pool].index_fill_(1, self._ids(destinations), value)
@@ -115,10 +122,23 @@ class TorchBackend:
             return host.pin_memory().to(self.device, non_blocking=True)
         return host.to(self.device)
 
-    def _chunks(self, pool: str, count: int) -> list[slice]:
-        lanes, _, unit_bytes = self.units[pool].shape
-        step = max(STAGING_BYTES // (lanes * unit_bytes), 1)
-        return [slice(begin, min(begin + step, count)) for begin in range(0, count, step)]
+
+def require_ids(units: torch.Tensor, *ids: NDArray[np.int64]) -> None:
+    """Raises InvalidArgument unless all of ``ids`` are equally many and name units of ``units``, ``[lanes, units,
+    bytes]``."""
+    if len({len(one) for one in ids}) != 1:
+        raise InvalidArgument(f"{' and '.join(str(len(one)) for one in ids)} ids: expected equally many")
+    count = units.shape[1]
+    for one in ids:
+        if len(one) and not 0 <= int(one.min()) <= int(one.max()) < count:
+            raise InvalidArgument(f"unit ids {one.min()} to {one.max()}: the pool has 0 to {count - 1}")
+
+
+def chunks(units: torch.Tensor, count: int) -> list[slice]:
+    """``count`` units of ``units``, ``[lanes, units, bytes]``, in parts that fit into STAGING_BYTES, one at least."""
+    lanes, _, unit_bytes = units.shape
+    step = max(STAGING_BYTES // (lanes * unit_bytes), 1)
+    return [slice(begin, min(begin + step, count)) for begin in range(0, count, step)]
 
 
 def unit_view(lanes: torch.Tensor, unit_bytes: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from avmp.errors import InvalidArgument
 from avmp.kernels import reference
 from avmp.kernels.reference import POISON_BYTE, TorchBackend
 
@@ -99,6 +100,26 @@ def test_nothing_is_done_for_no_units(make: Callable[[bool], Arena], on_numpy: b
         getattr(arena.backend, operation)("page", *arguments)
     arena.backend.scatter("page", empty, none)
     assert arena.same()
+
+
+@pytest.mark.parametrize("wrong", [-1, 10**6])
+def test_ids_outside_the_pool_are_refused_before_anything_is_written(make: Callable[[bool], Arena], wrong: int) -> None:
+    arena = make(True)
+    outside, inside = np.array([int(arena.sources[0]), wrong]), arena.destinations[:2]
+    staging = torch.zeros((2, LANES, arena.units.shape[2]), dtype=torch.uint8)
+    for operation, arguments in (
+        ("copy", (outside, inside)),
+        ("move", (inside, outside)),
+        ("copy", (inside, inside[:1])),
+        ("zero", (outside,)),
+        ("poison", (outside,)),
+        ("gather", (outside, staging)),
+    ):
+        with pytest.raises(InvalidArgument, match="ids"):
+            getattr(arena.backend, operation)("page", *arguments)
+    with pytest.raises(InvalidArgument, match="ids"):
+        arena.backend.scatter("page", staging, outside)
+    assert arena.same() and not staging.any()
 
 
 def test_table_changes_write_their_words_only() -> None:

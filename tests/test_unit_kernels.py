@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from avmp.errors import InvalidArgument
-from avmp.kernels import backend as backend_module
+from avmp.kernels import reference
 from avmp.kernels import tuning
 from avmp.kernels import units as units_module
 from avmp.kernels.backend import TritonBackend
@@ -149,7 +149,7 @@ def test_null_ids_and_ids_beyond_the_pool_are_left_out(dtype: torch.dtype, progr
 def test_host_memory_is_reached_through_a_staging_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU every tensor is the device's; this one is taken for another device's, in parts of three units."""
     pair = Pair(2, 64 * KIB, 1024, seed=3)
-    monkeypatch.setattr(backend_module, "STAGING_BYTES", 3 * 2 * 1024)
+    monkeypatch.setattr(reference, "STAGING_BYTES", 3 * 2 * 1024)
     units = pair.gathered(pair.live[:10])
     monkeypatch.setattr(pair.kernels, "device", torch.device("cpu", 0))
     assert torch.equal(pair.gathered(pair.live[:10]), units)
