@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 
 from avmp.errors import InvalidArgument
-from avmp.kernels import reference
-from avmp.kernels import tuning
+from avmp.kernels import reference, tuning
 from avmp.kernels import units as units_module
 from avmp.kernels.backend import TritonBackend
 from avmp.kernels.reference import TorchBackend
