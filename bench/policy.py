@@ -238,8 +238,38 @@ def table(rows: list[dict[str, Any]]) -> str:
         value = f"{row['microseconds']:10.2f}" if "microseconds" in row else f"{100 * row['share']:9.4f}%"
         ratio = f"{row['ratio']:8.2f}" if "ratio" in row else " " * 8
         over = " over" if row.get("ratio", row.get("share", 0.0)) > row.get("bound", float("inf")) else ""
-        lines.append(f"{row['name']:38} {value} {ratio} {row.get('bound', ''):>7}  {row.get('unit', '')}{over}")
+        bound = f"{100 * row['bound']:g}%" if "share" in row else row.get("bound", "")
+        lines.append(f"{row['name']:38} {value} {ratio} {bound:>7}  {row.get('unit', '')}{over}")
     return "\n".join(lines)
+
+
+README_ROWS = {
+    "decode 256, in row order": "one decoding step, B = 256: rows, lengths and slot mapping ready",
+    "decode 1024, in row order": "the same, B = 1,024",
+    "decode 256, caches flushed": "the same with caches flushed, B = 256",
+    "step with batch and flush, 1024": "decoding step with its tables on the device (a CPU), B = 1,024",
+    "admit 10,000 tokens": "admit 10,000 tokens",
+    "fork of 10,000 tokens": "fork a sequence of 10,000 tokens",
+    "release 10,000 tokens": "release it",
+    "plan a retraction, 100,000 pages": "plan a retraction among 100,000 pages",
+    "plan a retraction, 1,000,000 pages": "plan a retraction among 1,000,000 pages",
+    "one page, pool of 1,048,576": "take one page and give it back, pool of 1,048,576",
+}
+"""What the README shows of the record, and how it calls it."""
+
+
+def readme_table(lines: list[dict[str, Any]]) -> str:
+    """The README's table from the lines of a record."""
+    found = {line["name"]: line for line in lines}
+    rows = ["| operation | measured | bound |", "|---|--:|--:|"]
+    for name, text in README_ROWS.items():
+        line = found[name]
+        missed = " (missed)" if line["ratio"] > line.get("bound", float("inf")) else ""
+        rows.append(f"| {text} | {line['ratio']:.2f} × {line['unit']}{missed} | {line.get('bound', '')} |")
+    worst = max((line for line in lines if "share" in line), key=lambda line: line["share"])
+    model = worst["name"].removeprefix("host arrays, ")
+    rows.append(f"| host arrays beside a 16 GiB arena, worst model ({model}) | {worst['share']:.3%} | 0.5 % |")
+    return "\n".join(rows)
 
 
 def main() -> None:

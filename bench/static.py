@@ -1,6 +1,6 @@
 """Every kernel compiled for every target, without a GPU: what its machine code is made of.
 
-    python -m bench.static [--only TEXT] [--target NAME] [--json FILE]
+    python -m bench.static [--attention] [--only TEXT] [--target NAME] [--json FILE]
 
 Exit code 1 if a kernel spills or breaks one of its limits (``bench/static_entries.py``). The committed table is
 ``bench/results/static.json``. Figures depend on the version of triton, which comes with its own assembler.
@@ -54,18 +54,26 @@ def record(rows: list[dict[str, Any]], version: str) -> str:
     return f'{{"triton": {json.dumps(version)}, "rows": [\n{lines}\n]}}\n'
 
 
+def _attention_entries() -> list[Entry]:
+    """Not part of the committed table, nor of the gate: some of them spill."""
+    from bench.attention_entries import attention_entries, kv_entries
+
+    return [*attention_entries(), *kv_entries()]
+
+
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.static", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--only", metavar="TEXT", default="", help="only kernels whose name contains TEXT")
     parser.add_argument("--target", choices=TARGETS, help="only this target")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the rows to FILE")
+    parser.add_argument("--attention", action="store_true", help="the kernels of attention and KV instead")
     arguments = parser.parse_args()
     prepare()
     import triton
 
     rows, failed = [], []
-    for entry in entries():
+    for entry in _attention_entries() if arguments.attention else entries():
         for target in entry.targets:
             if arguments.only in entry.name and arguments.target in (None, target):
                 rows.append(measure(entry, target))

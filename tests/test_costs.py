@@ -238,5 +238,3 @@ def test_a_fork_shares_and_does_not_copy(whole: Whole):
     launches = [launch for launch in allocator.drain()[0] if launch.operation == "copy"]
     assert [(launch.pool, len(launch.sources)) for launch in launches] == [("page", 2), ("slot", 2)]
     assert allocator.stats().pages_live == 625 + 2
-
-

@@ -335,9 +335,11 @@ def test_any_two_sizes_go_together(page_bytes: int, slot_bytes: int, first_page:
     assert (layout.first_page, layout.first_slot) == (first_page, first_slot)
     assert layout.page_bytes == -(-page_bytes // 256) * 256 and layout.slot_bytes == -(-slot_bytes // 256) * 256
     assert layout.max_pages() == (layout.page_count - first_page if page_bytes else 0)
-    assert layout.lane_bytes - layout.null_bytes - layout.max_pages() * layout.page_bytes < (
-        2 * layout.page_bytes + layout.slot_bytes
-    ) or not page_bytes
+    assert (
+        layout.lane_bytes - layout.null_bytes - layout.max_pages() * layout.page_bytes
+        < (2 * layout.page_bytes + layout.slot_bytes)
+        or not page_bytes
+    )
 
 
 @pytest.mark.parametrize("sizes", [(1, 0), (0, 7), (0, 24_832)])
@@ -373,9 +375,7 @@ def test_arena_exactly_large_enough_and_one_byte_less() -> None:
     ("page_bytes", "slot_bytes", "enough"),
     [(256, 0, 512), (0, 768, 1536), (512, 512, 1536), (256, 1024, 2304), (1024, 256, 3072)],
 )
-def test_smallest_arena_holds_the_null_area_and_one_unit_of_each(
-    page_bytes: int, slot_bytes: int, enough: int
-) -> None:
+def test_smallest_arena_holds_the_null_area_and_one_unit_of_each(page_bytes: int, slot_bytes: int, enough: int) -> None:
     assert Layout.from_unit_sizes(page_bytes, slot_bytes, enough).fits(int(page_bytes > 0), int(slot_bytes > 0))
     with pytest.raises(ArenaTooSmall):
         Layout.from_unit_sizes(page_bytes, slot_bytes, enough - 1)

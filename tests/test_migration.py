@@ -70,9 +70,7 @@ def free_or_gap(allocator: Allocator, kind: str) -> bool:
 
 @pytest.mark.parametrize("kind", ["page", "slot"])
 @pytest.mark.parametrize("name", SIZES)
-def test_the_donor_gives_up_exactly_what_is_missing_and_moves_only_what_stood_there(
-    name: str, kind: str, whole: Whole
-):
+def test_the_donor_gives_up_exactly_what_is_missing_and_moves_only_what_stood_there(name: str, kind: str, whole: Whole):
     layout = SIZES[name]
     seen = set()
     for wanted in range(1, 7):

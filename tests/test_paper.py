@@ -296,7 +296,7 @@ class TestMigratingPools:
             elif count == 3:
                 pool.grow(1)
             else:
-                pool.take(request, count)
+                pool.take(request, count + 1)
             live = [unit for entry in pool.entries.values() for unit in entry]
             assert sorted(pool.free + live) == list(range(pool.capacity))
 

@@ -1,5 +1,6 @@
 """What the README shows is what happens."""
 
+import json
 import re
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from avmp.cli import main
 from avmp.options import markdown_table
+from bench.policy import readme_table
 
 
 def block(repository: Path, marker: str) -> str:
@@ -37,6 +39,11 @@ def test_the_replay_table_is_what_the_command_prints(repository: Path, capsys: p
 
 def test_the_table_of_options_is_complete(repository: Path) -> None:
     assert block(repository, "options") == markdown_table() + "\n"
+
+
+def test_the_table_of_costs_is_the_recorded_one(repository: Path) -> None:
+    lines = (repository / "bench" / "results" / "policy.jsonl").read_text(encoding="utf-8").splitlines()
+    assert block(repository, "costs") == readme_table([json.loads(line) for line in lines]) + "\n"
 
 
 def test_the_readme_names_files_that_exist(repository: Path) -> None:

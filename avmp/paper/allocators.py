@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import Protocol
 
 from avmp.errors import InvalidArgument, Unsupported
-from avmp.geometry import Geometry
+from avmp.geometry import Geometry, require_count
 from avmp.units import align_up
 
 KV, STATE = range(2)
@@ -97,19 +97,17 @@ class PaperAllocator(Protocol):
 
 
 class IdPool:
-    """Free ids, the next one last, and the entries, the next victim first.
-
-    ``refused`` is the smallest shrink refused since ids last became free: until then, no larger one can succeed.
-    """
+    """Free ids, the next one last, and the entries, the next victim first."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.free = list(range(capacity - 1, -1, -1))
         self.entries: dict[int, list[int]] = {}
-        self.refused: int | None = None
 
     def take(self, request: int, count: int) -> bool:
-        """The request gets ``count`` ids and moves to the end of the order; False, and nothing, without as many."""
+        """The request gets ``count`` ids (1 or more) and moves to the end of the order; False, and nothing, without as
+        many."""
+        require_count("count", count)
         if count > len(self.free):
             return False
         ids = self.free[-count:]
@@ -122,7 +120,6 @@ class IdPool:
     def drop(self, request: int) -> None:
         """All ids of the request are free."""
         self.free.extend(self.entries.pop(request, ()))
-        self.refused = None
 
     def victim(self) -> int | None:
         """The request whose last successful allocation is the oldest."""
@@ -130,22 +127,15 @@ class IdPool:
 
     def shrink(self, count: int) -> bool:
         """Gives up the ``count`` highest ids; False if one of them is live, or there are not as many."""
-        if self.refused is not None and count >= self.refused:
-            return False
         end = self.capacity - count
-        if self.free[:count] == list(range(self.capacity - 1, end - 1, -1)):
-            rest = self.free[count:]  # never handed out, so that they still lie together
-        else:
-            rest = [unit for unit in self.free if unit < end]
+        rest = [unit for unit in self.free if unit < end]
         if end < 0 or len(self.free) - len(rest) < count:
-            self.refused = count
             return False
         self.free, self.capacity = rest, end
         return True
 
     def grow(self, count: int) -> None:
         """New ids above the present ones; the highest comes out first."""
-        self.refused = None
         self.free.extend(range(self.capacity, self.capacity + count))
         self.capacity += count
 

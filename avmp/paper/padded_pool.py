@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from avmp.geometry import require_count
 from avmp.paper.allocators import Counters, LayerUnits
 
 
@@ -52,6 +53,7 @@ class PaddedPool:
         return self.capacity * self.unit_bytes, 0
 
     def _take(self, request: int, count: int) -> bool:
+        require_count("count", count)
         if count > len(self.free):
             return False
         ids = self.free[: -count - 1 : -1]

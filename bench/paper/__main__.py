@@ -31,7 +31,9 @@ from bench.records import machine, write_lines
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(prog="python -m bench.paper", description=(__doc__ or "").split("\n", 1)[0])
-    made.add_argument("--show", nargs="+", metavar="VIEW", default=DEFAULT_VIEWS, choices=[*VIEWS, "all"])
+    made.add_argument(
+        "--show", nargs="+", metavar="VIEW", default=DEFAULT_VIEWS, choices=[*VIEWS, "all"], help="see --list"
+    )
     made.add_argument("--list", action="store_true", help="say which views there are, and run nothing")
     made.add_argument("--workload", nargs="+", choices=WORKLOADS, default=WORKLOADS)
     made.add_argument("--model", nargs="+", choices=MODELS, default=MODELS)
@@ -53,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         return _run(arguments)
-    except AvmpError as error:
+    except (AvmpError, OSError) as error:
         print(f"bench.paper: error: {error}", file=sys.stderr)
         return 2
 
@@ -63,6 +65,9 @@ def _run(arguments: argparse.Namespace) -> int:
     selection = _selection(arguments)
     if arguments.out:
         require_matplotlib()
+        Path(arguments.out).mkdir(parents=True, exist_ok=True)
+    if arguments.json:
+        Path(arguments.json).open("a", encoding="utf-8").close()  # says now, not after minutes, if it cannot be written
     names = tuple(VIEWS) if "all" in arguments.show else tuple(dict.fromkeys(arguments.show))
     jobs = [job for name in names for job in VIEWS[name].needs(selection)]
     found = run_jobs(jobs, arguments.processes, sys.stderr)
@@ -94,6 +99,8 @@ def _verdict(found: dict[Job, Any], sums: Comparison, fields: Comparison) -> str
     cells = [job for job in found if isinstance(job, Cell) and job.variant in VARIANTS]
     golden = sum(compare_cell(cell, found[cell], fields) for cell in cells)
     lines = [f"compared with the published figures: {fields.compared:,} fields of {golden} cells, {sums.compared} sums"]
+    if sums.own:
+        lines.append(f"checked besides: {sums.own} statements of our own")
     if golden < len(cells):
         why = "" if os.environ.get(SHAREGPT_VARIABLE) else f"; the ShareGPT list needs {SHAREGPT_VARIABLE}"
         lines.append(f"not compared: {len(cells) - golden} cells whose requests are not the published ones{why}")

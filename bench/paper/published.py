@@ -74,6 +74,7 @@ BOOTSTRAP = {
 
 THROUGHPUT = {"uniform_short": 13.3, "mixed_long": 2.39, "agentic_burst": 1.83, "sharegpt_replay": 2.36}
 COMPLETION = {"uniform_short": "99.6", "mixed_long": "85", "agentic_burst": "90"}
+"""Requests that departed without a failed call under avmp_dynamic_b128, in percent."""
 SERVED_INTACT = {
     "fixed_dual_mr05": {"uniform_short": "15.1", "mixed_long": "6.2", "agentic_burst": "3.3"},
     "avmp_dynamic_b128": {"uniform_short": "15.2", "mixed_long": "7.1", "agentic_burst": "4.3"},
@@ -85,7 +86,9 @@ PHASES = {
     ("avmp_dynamic_b128", "agentic_burst"): "95.7 / 2.1 / 0.01",
 }
 CORRECT_FREES = {"uniform_short": "509.3", "mixed_long": "573.0", "agentic_burst": "512.0", "sharegpt_replay": "381.3"}
-SPLITS = {"0.1": "495.3", "9/19": "548.0"}
+SPLITS = {"0.1": "495.3", "9/19": "548.0", "0.9": OOM_TOTAL["fixed_dual_mr09"]}
+WHOLE_REQUESTS = "0.0"
+"""Out-of-memory count where whole requests are evicted until the new one fits."""
 HEADROOM = {
     ("uniform_short", "paper_jamba", "1GiB"): "18.6 46.2 49.5 25.1 9.8 63.1 +28% +28%",
     ("uniform_short", "paper_jamba", "4GiB"): "71.4 152.0 159.4 92.7 39.9 191.7 +20% +20%",
@@ -101,9 +104,10 @@ HEADROOM = {
 
 @dataclass
 class Comparison:
-    """How many published figures were compared, and what differs."""
+    """How many published figures were compared, how many things of our own were checked, and what differs."""
 
     compared: int = 0
+    own: int = 0
     differences: list[str] = field(default_factory=list)
 
     def check(self, what: str, published: object, here: object) -> None:
@@ -111,6 +115,12 @@ class Comparison:
         self.compared += 1
         if published != here:
             self.differences.append(f"{what}: published {published}, here {here}")
+
+    def require(self, what: str, holds: bool) -> None:
+        """Something that nobody published, but that has to hold."""
+        self.own += 1
+        if not holds:
+            self.differences.append(f"{what}: does not hold")
 
 
 @cache

@@ -15,6 +15,7 @@ from bench.paper.jobs import Job, Selection
 from bench.paper.published import (
     BATCHES,
     BOOTSTRAP,
+    COMPLETION,
     OOM_TOTAL,
     OOM_TOTALS,
     PHASES,
@@ -72,15 +73,17 @@ def served_intact(results: Results, comparison: Comparison) -> str:
         for workload in results.selection.workloads:
             outcomes = results.of(name, workload)
             requests = sum(found.requests for found in outcomes)
-            completed = percent(sum(found.completed for found in outcomes), requests)
-            intact = percent(sum(found.served_intact for found in outcomes), requests)
-            published = SERVED_INTACT.get(name, {}).get(workload)
-            if published and results.comparable(workload):
-                comparison.check(f"{name} {workload} served intact, %", published, intact)
-            row += [completed, intact]
+            parts = (
+                ("completed", COMPLETION.get(workload) if name == AVMP else None),
+                ("served_intact", SERVED_INTACT.get(name, {}).get(workload)),
+            )
+            for key, published in parts:
+                share = 100 * sum(getattr(found, key) for found in outcomes) / requests
+                shown = beside(published, share, results.comparable(workload))
+                row.append(results.compare(comparison, f"{name} {workload} {key}, %", shown))
         rows.append(row)
     header = [f"{name}, {what}" for name in results.selection.workloads for what in ("completed %", "intact %")]
-    return format_table(["variant", *header], rows)
+    return format_table(["published / here", *header], rows)
 
 
 def refusals(results: Results, comparison: Comparison) -> str:
@@ -139,6 +142,8 @@ def pair_cells(selection: Selection) -> list[Job]:
 def bootstrap(results: Results, comparison: Comparison) -> str:
     """Paired intervals of the difference in out-of-memory counts."""
     workloads = claims.without_sharegpt(results.selection)
+    if not workloads:
+        return "needs one of the three workloads that the published intervals are made of"
     deltas = {name: _deltas(results, name) for name in workloads}
     groups = {"all": [delta for name in workloads for delta in deltas[name]]} | deltas
     rows = []

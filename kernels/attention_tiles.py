@@ -1,0 +1,212 @@
+"""The inner loop of paged attention: one tile of query rows over a range of keys, for decode and prefill alike.
+
+Query rows are packed: the heads of a group (those that share a KV head) are adjacent, tokens follow each other. A tile
+of keys is cut into chunks of CHUNK tokens, the largest power of two that divides the page size and fits the tile: no
+chunk crosses a page, whatever the page size, so that one block-table and one page-table entry are read per chunk.
+The physical ids of the next tile are loaded in this one and carried: loads of keys and values then depend on nothing
+loaded in the same iteration, which is what lets the compiler keep several tiles in flight.
+
+The online softmax is that of FlashAttention (https://arxiv.org/abs/2205.14135) with powers of two.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from avmp.kernels.fp8 import decode
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def chunk_ids(
+    table, page_table, first_token, end, first_valid_id, PAGE: tl.constexpr, CHUNK: tl.constexpr, N: tl.constexpr
+):
+    """int32 ``[N // CHUNK]``: physical ids of the chunks from ``first_token`` on, -1 from ``end`` on and for null."""
+    begins = first_token + tl.arange(0, N // CHUNK) * CHUNK
+    ids = tl.load(table + begins // PAGE, mask=begins < end, other=-1)
+    if page_table is not None:
+        ids = tl.load(page_table + ids, mask=ids >= first_valid_id, other=-1)
+    return ids
+
+
+@triton.jit
+def token_offsets(ids, inside, head, page_stride, token_stride, head_stride, HINT: tl.constexpr):
+    """int64 offsets of tokens in a cache: ``ids`` are physical pages, ``inside`` the place within the page."""
+    offsets = ids.to(tl.int64) * page_stride + inside.to(tl.int64) * token_stride + head.to(tl.int64) * head_stride
+    return tl.multiple_of(offsets, HINT)
+
+
+@triton.jit
+def query_offsets(tokens, heads, token_stride, head_stride):
+    """int64 offsets of (token, head) pairs in q or out."""
+    return tokens.to(tl.int64) * token_stride + heads.to(tl.int64) * head_stride
+
+
+@triton.jit
+def tanh(x, PRECISE: tl.constexpr):
+    """By powers of two, safe for any x. PRECISE: a series near 0, where 1 - 2 / (1 + e^2x) loses digits."""
+    far = 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2E)))
+    if PRECISE:
+        y = x * x
+        near = x * (1.0 + y * (-1.0 / 3 + y * (2.0 / 15 + y * (-17.0 / 315 + y * (62.0 / 2835)))))
+        far = tl.where(tl.abs(x) < 0.25, near, far)
+    return far
+
+
+@triton.jit
+def load_tile(
+    cache, offsets, dims, exists, FORMAT: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr
+):
+    """A tile in DTYPE; ``offsets``, ``dims`` and ``exists`` broadcast against each other. What does not exist is 0."""
+    if BLOCK == DIM:
+        stored = tl.load(cache + offsets + dims, mask=exists, other=0)
+    else:
+        stored = tl.load(cache + offsets + dims, mask=exists & (dims < DIM), other=0)
+    return decode(stored, FORMAT).to(DTYPE)
+
+
+@triton.jit
+def attend(
+    acc,
+    total,
+    top,
+    q,
+    positions,
+    slopes,
+    key_cache,
+    value_cache,
+    table,
+    page_table,
+    begin,
+    end,
+    kv_head,
+    scale,
+    cap,
+    left,
+    right,
+    first_valid_id,
+    k_page,
+    k_token,
+    k_head,
+    v_page,
+    v_token,
+    v_head,
+    PAGE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    N: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_DIM_V: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    CAP: tl.constexpr,
+    FORMAT_K: tl.constexpr,
+    FORMAT_V: tl.constexpr,
+    HINT_K: tl.constexpr,
+    HINT_V: tl.constexpr,
+):
+    """Keys ``begin`` (a multiple of CHUNK) to ``end`` for the rows q ``[M, BLOCK_DIM]`` at ``positions`` ``[M]``.
+
+    ``acc`` fp32 ``[M, BLOCK_DIM_V]``, ``total`` and ``top`` fp32 ``[M]`` are the running sum of values, the
+    denominator and the maximum, in powers of two. ``scale`` includes log2(e) without a soft cap, and is divided by it
+    with one; ``cap`` and ``slopes`` include log2(e). LEFT and RIGHT say whether the limit on that side is tested.
+    """
+    dims, dims_v = tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_DIM_V)
+    ids = chunk_ids(table, page_table, begin, end, first_valid_id, PAGE, CHUNK, N)
+    for first in range(begin, end, N):
+        tokens = first + tl.arange(0, N)
+        pages = tl.reshape(tl.broadcast_to(ids[:, None], [N // CHUNK, CHUNK]), [N])
+        ids = chunk_ids(table, page_table, first + N, end, first_valid_id, PAGE, CHUNK, N)
+        exists = (pages >= first_valid_id) & (tokens < end)
+        if PAGE == CHUNK:
+            inside = tl.arange(0, N) % PAGE
+        else:
+            inside = tokens % PAGE
+        offsets = token_offsets(pages, inside, kv_head, k_page, k_token, k_head, HINT_K)
+        k = load_tile(key_cache, offsets[None, :], dims[:, None], exists[None, :], FORMAT_K, DIM, BLOCK_DIM, q.dtype)
+        offsets = token_offsets(pages, inside, kv_head, v_page, v_token, v_head, HINT_V)
+        v = load_tile(
+            value_cache, offsets[:, None], dims_v[None, :], exists[:, None], FORMAT_V, DIM_V, BLOCK_DIM_V, q.dtype
+        )
+        scores = tl.dot(q, k, input_precision="ieee") * scale
+        if CAP:
+            scores = cap * tanh(scores, q.dtype == tl.float32)
+        if slopes is not None:
+            scores -= slopes[:, None] * tl.abs(positions[:, None] - tokens[None, :]).to(tl.float32)
+        visible = exists[None, :]
+        if LEFT:
+            visible = visible & (tokens[None, :] >= positions[:, None] - left)
+        if RIGHT:
+            visible = visible & (tokens[None, :] <= positions[:, None] + right)
+        scores = tl.where(visible, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # nothing seen yet: no -inf minus -inf
+        weights = tl.exp2(scores - shift[:, None])
+        shrink = tl.exp2(top - shift)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee")
+        top = new_top
+    return acc, total, top
+
+
+@triton.jit
+def finish(acc, total, top, sinks, heads, valid, value_scale):
+    """Results and their log-sum-exp (natural) after all keys, with the sinks in the denominator."""
+    if sinks is not None:
+        sink = tl.load(sinks + heads, mask=valid, other=0.0).to(tl.float32) * LOG2E
+        highest = tl.maximum(top, sink)
+        shift = tl.where(highest == float("-inf"), 0.0, highest)
+        share = tl.exp2(top - shift)
+        total = total * share + tl.exp2(sink - shift)
+    else:
+        shift = tl.where(top == float("-inf"), 0.0, top)
+        share = tl.full(top.shape, 1.0, tl.float32)
+    some = total > 0
+    safe = tl.where(some, total, 1.0)
+    lse = tl.where(some, (shift + tl.log2(safe)) * LN2, float("-inf"))
+    return acc * (tl.where(some, share / safe, 0.0) * value_scale)[:, None], lse
+
+
+@triton.jit
+def head_scale(scales, row, kv_head, row_stride, head_stride):
+    """The fp8 scale of a row and head; 1 without."""
+    if scales is not None:
+        scale = tl.load(scales + row * row_stride + kv_head * head_stride).to(tl.float32)
+    else:
+        scale = 1.0
+    return scale
+
+
+@triton.jit
+def zero_unowned(
+    out,
+    lse,
+    query_start_loc,
+    rows,
+    tokens,
+    part,
+    parts,
+    kv_head,
+    out_token,
+    out_head,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+    DIM_V: tl.constexpr,
+    BLOCK_DIM_V: tl.constexpr,
+):
+    """Tokens that belong to no row get 0 and -inf: every ``parts``-th of them, for the heads of one group."""
+    dims = tl.arange(0, BLOCK_DIM_V)
+    member = tl.arange(0, BLOCK_GROUP)
+    heads = kv_head * GROUP + member
+    for token in range(tl.load(query_start_loc + rows) + part, tokens, parts):
+        where = query_offsets(token + tl.zeros_like(heads), heads, out_token, out_head)
+        zeros = tl.zeros([BLOCK_GROUP, BLOCK_DIM_V], out.dtype.element_ty)
+        tl.store(out + where[:, None] + dims[None, :], zeros, mask=(member < GROUP)[:, None] & (dims < DIM_V)[None, :])
+        if lse is not None:
+            where = query_offsets(token + tl.zeros_like(heads), heads, HEADS, 1)
+            tl.store(lse + where, tl.full([BLOCK_GROUP], float("-inf"), tl.float32), mask=member < GROUP)

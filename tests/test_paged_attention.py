@@ -1,0 +1,364 @@
+"""Paged attention: kernels and reference against float64, features in pairs, and what must not change a bit."""
+
+import itertools
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch.overrides import TorchFunctionMode
+
+from avmp.errors import InvalidArgument, Unsupported
+from avmp.kernels import attention_launch, attention_reference, attention_tiles, attention_tuning, paged_attention
+from tests import triton_interpreter
+from tests.attention_problems import Expected, Problem, Shape, make_problem, oracle
+
+pytestmark = pytest.mark.usefixtures("interpreter", "one_thread")
+
+MODULES = {"kernels": paged_attention.paged_attention, "reference": attention_reference.paged_attention}
+GUARD = 7.0
+
+FACTORS: dict[str, tuple[dict[str, Any], ...]] = {
+    "type": (
+        {"dtype": torch.float32},
+        {"dtype": torch.bfloat16},
+        {"dtype": torch.float16},
+        {"dtype": torch.bfloat16, "fp8": "e4m3", "scales": "head"},
+        {"dtype": torch.float16, "fp8": "e5m2", "scales": "tensor"},
+        {"dtype": torch.float32, "fp8": "e4m3", "scales": "row"},
+    ),
+    "rows": (
+        {"lens": (37, 5, 64), "queries": (1, 1, 1)},
+        {"lens": (21, 0, 33), "queries": (2, 3, 4)},
+        {"lens": (40, 12, 70), "queries": (11, 12, 9)},
+        {"lens": (65, 30, 20), "queries": (1, 13, 3), "padded_rows": 1, "padded_tokens": 2},
+    ),
+    "heads": tuple({"heads": h, "kv_heads": k} for h, k in ((4, 4), (4, 2), (5, 1), (6, 2), (16, 1))),
+    "dims": tuple({"head_dim": d, "head_dim_v": v} for d, v in ((16, 16), (80, 80), (64, 128), (112, 96), (256, 32))),
+    "page": tuple({"page_tokens": n} for n in (16, 1, 24, 64, 48, 256)),
+    "order": ({"order": "NHD"}, {"order": "HND"}),
+    "ids": ({"virtual": True}, {"virtual": False}, {"virtual": False, "first_valid_id": 0}),
+    "mask": ({}, {"window": 9}, {"window": (6, 3), "causal": False}, {"causal": False}),
+    "scores": ({}, {"softcap": 3.0}, {"alibi": "head"}, {"alibi": "row", "softcap": 20.0}),
+    "sinks": ({}, {"sinks": True}),
+    "null": ({}, {"null_columns": ((0, 0), (2, 0))}),
+    "splits": ({"num_splits": 0}, {"num_splits": 1}, {"num_splits": 4}),
+}
+
+
+def pairwise(seed: int) -> Iterator[dict[str, Any]]:
+    """Few cases in which any two values of any two factors meet once at least."""
+    rng = random.Random(seed)
+    names = list(FACTORS)
+    open_pairs = {
+        (a, x, b, y)
+        for a, b in itertools.combinations(names, 2)
+        for x in range(len(FACTORS[a]))
+        for y in range(len(FACTORS[b]))
+    }
+    while open_pairs:
+        seed_pair = min(open_pairs)
+        chosen = {seed_pair[0]: seed_pair[1], seed_pair[2]: seed_pair[3]}
+        for name in rng.sample(names, len(names)):
+            if name not in chosen:
+                gains = [(closes(name, x, chosen, open_pairs), rng.random(), x) for x in range(len(FACTORS[name]))]
+                chosen[name] = max(gains)[2]
+        open_pairs -= {(a, chosen[a], b, chosen[b]) for a, b in itertools.combinations(names, 2)}
+        yield {key: value for name in names for key, value in FACTORS[name][chosen[name]].items()}
+
+
+def closes(name: str, value: int, chosen: dict[str, int], open_pairs: set[tuple[str, int, str, int]]) -> int:
+    return sum(((name, value, b, y) in open_pairs) + ((b, y, name, value) in open_pairs) for b, y in chosen.items())
+
+
+CASES = list(pairwise(0))
+
+
+def attend(module: str, problem: Problem, **changed: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The call with an ``out`` that lies in the middle of guarded memory, and NaN in all that is allocated."""
+    call = problem.with_(**changed)
+    q, width = call["q"], call["value_cache"].shape[3]
+    memory = torch.full((len(q) + 2, q.shape[1] + 2, width + 8), GUARD, dtype=q.dtype)
+    out = memory[1:-1, 1:-1, 8:]
+    out.fill_(float("nan"))
+    stock = torch.empty
+    try:
+        torch.empty = lambda *args, **kwargs: stock(*args, **kwargs).fill_(float("nan"))  # type: ignore[assignment]
+        found, lse = MODULES[module](**call, out=out)
+    finally:
+        torch.empty = stock  # type: ignore[assignment]
+    assert found is out
+    result = out.clone()
+    out.fill_(GUARD)
+    assert (memory == GUARD).all()
+    return result, lse
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Operations are small here: threads that wait for each other on a busy machine cost more than they bring."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_features_in_pairs(number):
+    case = dict(CASES[number])
+    splits = case.pop("num_splits")
+    problem = make_problem(Shape(**case), seed=number)
+    expected = Expected(problem.call)
+    with triton_interpreter.program_order(triton_interpreter.ORDERS[number % 3], seed=number):
+        expected.check(*attend("kernels", problem, num_splits=splits))
+    expected.check(*attend("reference", problem))
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["public attention", "every step written out"])
+def test_the_reference_without_the_private_operation(monkeypatch, whole):
+    monkeypatch.setattr(attention_reference, "_FLASH", None)
+    for number in range(0, len(CASES), 9):
+        case = dict(CASES[number]) | {"sinks": False, "softcap": 0.0}
+        case.pop("num_splits")
+        problem = make_problem(Shape(**case), seed=number)
+        expected = Expected(problem.call)
+        out, lse = attend("reference", problem, return_lse=not whole)
+        expected.check(out, lse)
+
+
+def test_the_reference_merges_chunks(monkeypatch):
+    monkeypatch.setattr(attention_reference, "_chunk_tokens", lambda cache: 16)
+    monkeypatch.setattr(attention_reference, "MOST_PARTIALS", 3)
+    monkeypatch.setattr(attention_reference, "QUERY_TOKENS", 7)
+    for shape in (
+        Shape(lens=(150, 37), queries=(20, 1), sinks=True),
+        Shape(lens=(150, 37), queries=(20, 1), window=30, null_columns=((0, 8),), softcap=4.0),
+    ):
+        problem = make_problem(shape)
+        Expected(problem.call).check(*attend("reference", problem))
+
+
+@pytest.mark.parametrize("extra", [-1, 0, 1])
+def test_splits_at_their_edges(program_order, extra):
+    """Contexts around a multiple of splits times tile, shorter than a split, and none at all."""
+    problem = make_problem(Shape(lens=(4 * 64 + extra, 5, 0), head_dim=64, head_dim_v=64, sinks=extra == 0))
+    Expected(problem.call).check(*attend("kernels", problem, num_splits=4))
+
+
+def test_equal_calls_split_equally():
+    """By shapes alone: never by what the rows hold."""
+    counts = [attention_tuning.split_count(8, 1 << power, 4 * 132) for power in range(6, 18)]
+    assert counts == sorted(counts) and counts[0] == 1 and counts[-1] == attention_tuning.MOST_SPLITS
+    assert attention_tuning.split_count(8 * 256, 1 << 17, 4 * 132) == 1
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("virtual", [True, False])
+def test_where_pages_lie_changes_no_bit(module, virtual):
+    """Any permutation of the physical pages, so any migration between two steps; and virtual ids or physical ones."""
+    shape = Shape(lens=(70, 33, 9), queries=(1, 12, 2), virtual=virtual, dtype=torch.bfloat16)
+    problem = make_problem(shape)
+    first = attend(module, problem)
+    call, pages = problem.call, len(problem.call["key_cache"])
+    for seed in range(2):
+        moved = torch.cat([torch.zeros(1, dtype=torch.int64), torch.randperm(pages - 1) + 1])
+        changed: dict[str, Any] = {}
+        for name in ("key_cache", "value_cache"):
+            changed[name] = torch.empty_like(call[name])
+            changed[name][moved] = call[name]
+        if virtual:
+            changed["page_table"] = moved.int()[call["page_table"].long()]
+        else:
+            table = call["block_table"].long()
+            known = (table > 0) & (table < pages)
+            changed["block_table"] = torch.where(known, moved[table.where(known, 0)], table).int()
+        again = attend(module, problem, **changed)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True)), seed
+    if virtual:
+        table = call["block_table"].long()
+        known = (table > 0) & (table < len(call["page_table"]))
+        physical = torch.where(known, call["page_table"].long()[table.where(known, 0)], table).int()
+        again = attend(module, problem, block_table=physical, page_table=None)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("softcap", [0.0, 30.0, 50.0])
+def test_huge_scores_stay_finite(module, softcap):
+    problem = make_problem(Shape(magnitude=100.0, softcap=softcap, queries=(1, 2, 12)))
+    found = attend(module, problem)
+    assert all(tensor.isfinite().all() for tensor in found)
+    right, _ = oracle(problem.call)
+    assert (found[0].double() - right).abs().max() < 1e-2 * right.abs().max()
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_nothing_to_attend(module):
+    """No rows, no tokens, only padding: zero and -inf, and no launch without a grid."""
+    problem = make_problem(Shape(lens=(0, 0), queries=(1, 9), padded_tokens=2))
+    out, lse = attend(module, problem)
+    assert (out == 0).all() and (lse == float("-inf")).all()
+    none = {"seq_lens": problem.call["seq_lens"][:0], "query_start_loc": problem.call["query_start_loc"][:1]}
+    out, lse = attend(module, problem, block_table=problem.call["block_table"][:0], **none)
+    assert (out == 0).all() and (lse == float("-inf")).all()
+    starts = torch.zeros(3, dtype=torch.int32)
+    out, lse = attend(module, problem, q=problem.call["q"][:0], query_start_loc=starts)
+    assert out.shape[0] == 0 and lse.shape[0] == 0
+
+
+def test_sinks_alone_are_the_denominator_of_what_sees_nothing():
+    problem = make_problem(Shape(lens=(0, 20), queries=(1, 1), sinks=True))
+    for module in MODULES:
+        out, lse = attend(module, problem)
+        assert (out[0] == 0).all()
+        torch.testing.assert_close(lse[0], problem.call["sinks"])
+
+
+class NoWaiting(TorchFunctionMode):
+    """Fails on what would make the host wait for the device."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert getattr(function, "__name__", "") not in {"item", "tolist", "cpu", "numpy", "__bool__", "__int__", "to"}
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_launcher_waits_for_nothing(monkeypatch):
+    """Kernels are left out: in the interpreter, they read host memory themselves."""
+    launched = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *args, **kwargs: launched.append(grid)
+
+    for name in ("decode_kernel", "merge_kernel", "prefill_kernel"):
+        monkeypatch.setattr(paged_attention, name, Kernel())
+    problem = make_problem(Shape(queries=(1, 3, 60), alibi="row", sinks=True, scales="row"))
+    with NoWaiting():
+        paged_attention.paged_attention(**problem.with_(num_splits=2))
+    assert len(launched) == 3
+
+
+@pytest.mark.parametrize(
+    ("changed", "error"),
+    [
+        ({"q": torch.zeros(3, 5, 32)}, InvalidArgument),
+        ({"q": torch.zeros(3, 4, 32).half()}, Unsupported),
+        ({"q": torch.zeros(3, 4, 32, dtype=torch.float64)}, Unsupported),
+        ({"q": torch.zeros(3, 4, 48)}, InvalidArgument),
+        ({"seq_lens": torch.zeros(2, dtype=torch.int32)}, InvalidArgument),
+        ({"seq_lens": torch.zeros(3, dtype=torch.int64)}, InvalidArgument),
+        ({"window": 0}, InvalidArgument),
+        ({"softcap": -1.0}, InvalidArgument),
+        ({"sinks": torch.zeros(3)}, InvalidArgument),
+        ({"key_scale": torch.zeros(4)}, InvalidArgument),
+        ({"out": torch.zeros(3, 4, 16)}, InvalidArgument),
+    ],
+)
+@pytest.mark.parametrize("module", MODULES)
+def test_what_does_not_fit_is_refused(module, changed, error):
+    with pytest.raises(error):
+        MODULES[module](**make_problem(Shape()).with_(**changed))
+
+
+@triton.jit
+def token_kernel(
+    ids, out, begin, head, page_stride, token_stride, head_stride, PAGE: tl.constexpr, CHUNK: tl.constexpr
+):
+    places = tl.arange(0, 64)
+    tokens = begin + places
+    pages = tl.load(ids + places // CHUNK)
+    if PAGE == CHUNK:
+        inside = places % PAGE
+    else:
+        inside = tokens % PAGE
+    offsets = attention_tiles.token_offsets(
+        pages, inside, head + tl.zeros_like(pages), page_stride, token_stride, head_stride, 1
+    )
+    tl.store(out + places, offsets)
+
+
+@triton.jit
+def query_kernel(tokens, heads, out, token_stride, head_stride, COUNT: tl.constexpr):
+    i = tl.arange(0, COUNT)
+    tl.store(out + i, attention_tiles.query_offsets(tl.load(tokens + i), tl.load(heads + i), token_stride, head_stride))
+
+
+@pytest.mark.parametrize("page", [16, 24, 1, 528, 256])
+def test_addresses_of_keys_cross_two_and_four_gigabytes(page):
+    """Nothing but the address is computed: it must not wrap in 32 bits, in bytes or in elements."""
+    chunk, strides = attention_launch.chunk_tokens(page, 64), (716_800, 1024, 128)
+    ids = torch.randint(2**31 // strides[0], 2**31 - 1, (64 // chunk,), dtype=torch.int32)
+    out = torch.empty(64, dtype=torch.int64)
+    begin = 11 * chunk
+    token_kernel[(1,)](ids, out, begin, 7, *strides, page, chunk)
+    tokens = begin + torch.arange(64)
+    expected = ids.long().repeat_interleave(chunk) * strides[0] + tokens % page * strides[1] + 7 * strides[2]
+    assert torch.equal(out, expected)
+
+
+def test_addresses_of_queries_cross_two_and_four_gigabytes():
+    tokens, heads = torch.tensor([262_145, 2**20, 2**31 - 1, 0]).int(), torch.tensor([63, 0, 7, 1]).int()
+    out = torch.empty(4, dtype=torch.int64)
+    query_kernel[(1,)](tokens, heads, out, 8192, 128, 4)
+    assert torch.equal(out, tokens.long() * 8192 + heads.long() * 128)
+
+
+FAR = """
+import torch
+from tests import triton_interpreter
+from tests.attention_problems import Shape, make_problem
+from avmp.kernels.paged_attention import paged_attention
+triton_interpreter.install()
+problem = make_problem(Shape(lens=(40, 9), queries=(1, 9), virtual=False, dtype=torch.bfloat16))
+call, stride = problem.call, 2**28 + 2**24
+far = {}
+for name in ("key_cache", "value_cache"):  # the last pages begin beyond 2^31 elements and 2^32 bytes
+    cache = call[name]
+    far[name] = torch.empty(len(cache) * stride, dtype=torch.bfloat16).as_strided(cache.shape, (stride, 64, 32, 1))
+    for page in set(call["block_table"].flatten().tolist()) & set(range(len(cache))):
+        far[name][page] = cache[page]
+assert len(cache) * stride > 2**31
+table = torch.empty(2**31 + 2**20, dtype=torch.int32).as_strided(call["block_table"].shape, (2**31 + 64, 1))
+table.copy_(call["block_table"])
+q = torch.empty(10 * 2**28, dtype=torch.bfloat16).as_strided(call["q"].shape, (2**28, 32, 1))
+q.copy_(call["q"])
+for one, other in zip(paged_attention(**call), paged_attention(**call | far | {"block_table": table, "q": q})):
+    assert torch.equal(one, other)
+"""
+
+
+def test_pools_tables_and_queries_beyond_four_gigabytes(repository):
+    """In a process of its own: a wrapped address would end it. The memory is virtual but for what is touched."""
+    environment = os.environ | {"PYTHONPATH": str(repository), "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", FAR], check=True, env=environment, cwd=repository, timeout=120)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("seed", range(1, 9))
+def test_other_pairs(seed):
+    for number, case in enumerate(pairwise(seed)):
+        splits = case.pop("num_splits")
+        problem = make_problem(Shape(**case), seed=1000 * seed + number)
+        expected = Expected(problem.call)
+        for module in MODULES:
+            expected.check(*attend(module, problem, num_splits=splits))
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("page", [1, 2, 4, 8, 16, 32, 64, 128, 256, 24, 48, 17, 528])
+@pytest.mark.parametrize("dim", [16, 32, 64, 80, 96, 112, 128, 192, 256])
+def test_every_page_size_and_head_dim(page, dim):
+    for dtype, queries in ((torch.bfloat16, (1, 2)), (torch.float32, (40, 3))):
+        shape = Shape(
+            lens=(page + 150, 77), queries=queries, page_tokens=page, head_dim=dim, head_dim_v=dim, dtype=dtype
+        )
+        problem = make_problem(shape)
+        expected = Expected(problem.call)
+        for module in MODULES:
+            expected.check(*attend(module, problem))
