@@ -92,6 +92,20 @@ def test_a_figure_that_differs_ends_with_1(monkeypatch, capsys):
     )
 
 
+def test_a_sum_a_share_and_an_interval_that_differ_end_with_1(monkeypatch, capsys):
+    monkeypatch.setitem(published.OOM_TOTAL, "avmp_dynamic_b128", "510.1")
+    monkeypatch.setitem(published.COMPLETION, "mixed_long", "86")
+    monkeypatch.setitem(published.SERVED_INTACT["fixed_dual_mr05"], "mixed_long", "6.3")
+    mean, low, high = published.BOOTSTRAP["agentic_burst"]
+    monkeypatch.setitem(published.BOOTSTRAP, "agentic_burst", (mean, low - 0.2, high))
+    three = ["--workload", "uniform_short", "mixed_long", "agentic_burst"]
+    assert main(["--show", "totals", "served-intact", "bootstrap", *three, "--processes", "1"]) == 1
+    text = capsys.readouterr().out
+    assert "differences: 4" in text and "published 510.1, here 510.0" in text
+    assert "published 86, here 85" in text and "published 6.3, here 6.2" in text
+    assert "DIFFERENT: interval, agentic_burst" in text
+
+
 def test_sharegpt_without_its_list_is_not_compared_and_says_so(monkeypatch, capsys):
     monkeypatch.delenv("AVMP_TRACES", raising=False)
     assert main(["--show", "totals", "--workload", "sharegpt_replay", "--pool", "1GiB", "--processes", "1"]) == 0
