@@ -79,9 +79,8 @@ class Allocator:
         self._committing = False
         tokens_per_page = layout.page_tokens
         self._offset_mask = tokens_per_page - 1 if tokens_per_page & (tokens_per_page - 1) == 0 else 0
-        self._hot = layout.has_pages and disturbance is None and not self.options.debug
-        quick = disturbance is None and not self.options.debug
-        plain = self._space.plain
+        quick, plain = disturbance is None and not self.options.debug, self._space.plain
+        self._hot = quick and layout.has_pages
         self._quick_pages = self._space.pages if quick and plain["page"] else None
         self._quick_slots = self._space.slots if quick and plain["slot"] else None
 

@@ -116,7 +116,7 @@ class FreeRanks:
         window = max(_FIRST_WINDOW, 2 * wanted)
         start = self._bytes.find(1, self.hint)
         while start >= 0 and wanted > 0:
-            ranks = (self.map[start : start + window]).nonzero()[0][:wanted] + start
+            ranks = self.map[start : start + window].nonzero()[0][:wanted] + start
             self.map[ranks] = False
             found.append(ranks)
             wanted -= len(ranks)

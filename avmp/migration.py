@@ -46,7 +46,7 @@ def _lowest(free: NDArray[np.bool_], count: int) -> Int64Array:
     found, window = [np.empty(0, dtype=np.int64)], max(4096, 2 * count)
     start = 0
     while count > 0:
-        ranks = (free[start : start + window]).nonzero()[0][:count] + start
+        ranks = free[start : start + window].nonzero()[0][:count] + start
         found.append(ranks)
         count -= len(ranks)
         start += window
