@@ -11,6 +11,7 @@ import torch
 
 from avmp.address_space import Disturbance
 from avmp.allocator import Allocator
+from avmp.backends import Backend, make_backend
 from avmp.batch_tables import make_batch
 from avmp.device_batch import Batch
 from avmp.device_memory import allocate_arena, resolve_memory
@@ -22,7 +23,6 @@ from avmp.growth import Counts
 from avmp.handles import Handles, Int64Array, as_count, as_handles
 from avmp.host_swap import HostSwap
 from avmp.layout import Layout
-from avmp.ops import Backend, make_backend
 from avmp.options import Options
 from avmp.uploads import StreamTransport, Transport, Uploader
 from avmp.views import Views

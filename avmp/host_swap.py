@@ -7,8 +7,8 @@ from collections.abc import Container, Iterable
 
 import torch
 
+from avmp.backends import Backend
 from avmp.effects import Launch
-from avmp.ops import Backend
 
 
 class HostSwap:

@@ -1,74 +1,38 @@
-"""Who carries out what the policy decides: backends by name."""
+"""The public operations: what the GPU does, under one flat signature each, on the backend that suits the tensors.
+
+Each operation is implemented twice below ``avmp.kernels``, in plain torch (the specification, and what runs on a CPU)
+and in Triton, under the same name and signature; ``avmp.backends`` says who runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib.util import find_spec
-from typing import Protocol
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from avmp.errors import InvalidArgument
-from avmp.kernels.reference import TorchBackend
+from avmp.backends import implementation, use_backend
 
-Ids = NDArray[np.int64]
+__all__ = ["gather_kv", "paged_attention", "use_backend", "write_kv"]
 
 
-class Backend(Protocol):
-    """One method for each kind of effect, and one for tables, on the two pools of one arena; see
-    ``kernels/reference.py`` for what each does. Ids are physical, int64, on the host."""
-
-    name: str
-    units: dict[str, torch.Tensor]
-
-    def move(self, pool: str, sources: Ids, destinations: Ids) -> None:
-        """Units come to lie elsewhere."""
-
-    def copy(self, pool: str, sources: Ids, destinations: Ids) -> None:
-        """Units are copied."""
-
-    def zero(self, pool: str, destinations: Ids) -> None:
-        """Units become zero."""
-
-    def poison(self, pool: str, destinations: Ids) -> None:
-        """Units are filled with NaN patterns."""
-
-    def gather(self, pool: str, sources: Ids, out: torch.Tensor) -> None:
-        """Units to a contiguous tensor."""
-
-    def scatter(self, pool: str, source: torch.Tensor, destinations: Ids) -> None:
-        """Units from a contiguous tensor."""
-
-    def apply_table_changes(self, tables: torch.Tensor, changes: torch.Tensor) -> None:
-        """Words of a table are overwritten."""
+def paged_attention(
+    q: torch.Tensor, key_cache: torch.Tensor, *arguments: Any, backend: str | None = None, **keywords: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """See ``kernels/attention_reference.py``."""
+    result: tuple[torch.Tensor, torch.Tensor | None]
+    result = implementation("paged_attention", q, backend)(q, key_cache, *arguments, **keywords)
+    return result
 
 
-def _triton_backend(lanes: torch.Tensor, unit_bytes: dict[str, int]) -> Backend:
-    """Triton is loaded only where it is used: it takes a second to import, and is not to be had on every system."""
-    try:
-        from avmp.kernels.backend import TritonBackend
-    except ImportError as error:
-        raise InvalidArgument(f"backend 'triton': triton cannot be imported here ({error}); use 'torch'") from error
-    return TritonBackend(lanes, unit_bytes)
+def write_kv(key: torch.Tensor, *arguments: Any, backend: str | None = None, **keywords: Any) -> None:
+    """See ``kernels/kv_reference.py``."""
+    implementation("write_kv", key, backend)(key, *arguments, **keywords)
 
 
-BACKENDS: dict[str, Callable[[torch.Tensor, dict[str, int]], Backend]] = {
-    "torch": TorchBackend,
-    "triton": _triton_backend,
-}
-
-
-def default_backend(device: torch.device) -> str:
-    """``"triton"`` for a GPU, CUDA or ROCm, where triton is installed; ``"torch"`` otherwise."""
-    return "triton" if device.type == "cuda" and find_spec("triton") is not None else "torch"
-
-
-def make_backend(name: str | None, lanes: torch.Tensor, unit_bytes: dict[str, int]) -> Backend:
-    """The backend of that name, by default that of the arena's device, for an arena uint8 ``[lane_count,
-    lane_bytes]``. Raises InvalidArgument for a backend that does not run there; no other takes its place."""
-    chosen = name or default_backend(lanes.device)
-    if chosen not in BACKENDS:
-        raise InvalidArgument(f"backend {chosen!r}: expected one of {', '.join(BACKENDS)}")
-    return BACKENDS[chosen](lanes, unit_bytes)
+def gather_kv(
+    key_cache: torch.Tensor, *arguments: Any, backend: str | None = None, **keywords: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """See ``kernels/kv_reference.py``."""
+    result: tuple[torch.Tensor, torch.Tensor | None]
+    result = implementation("gather_kv", key_cache, backend)(key_cache, *arguments, **keywords)
+    return result

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from avmp.backends import Backend
 from avmp.handles import Int64Array
-from avmp.ops import Backend
 
 RING_BUFFERS = 3
 MOST_CHANGES = 1 << 18

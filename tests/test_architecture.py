@@ -35,23 +35,24 @@ UP_TO_ALLOCATOR = {
 }
 
 # What a cache pool is made of.
-DEVICE_SIDE = {"views", "device_batch", "device_memory", "device_tables", "uploads", "host_swap", "ops"}
+DEVICE_SIDE = {"views", "device_batch", "device_memory", "device_tables", "uploads", "host_swap", "backends", "ops"}
 
 # Everything outside the stages, each with all that it may import. Kernels get tensors and integers, never the policy.
 OTHERS = {
     "environment": FOUNDATION,
     "kernels": FOUNDATION | {"kernels"},
-    "ops": FOUNDATION | {"kernels"},
-    "compat": FOUNDATION | {"compat", "ops"},
+    "backends": FOUNDATION | {"kernels"},
+    "ops": FOUNDATION | {"kernels", "backends"},
+    "compat": FOUNDATION | {"compat", "ops", "backends"},
     "views": UP_TO_ALLOCATOR,
     "device_batch": UP_TO_ALLOCATOR | {"uploads", "device_tables"},
     "device_memory": UP_TO_ALLOCATOR,
     "device_tables": UP_TO_ALLOCATOR,
-    "uploads": UP_TO_ALLOCATOR | {"ops"},
-    "host_swap": UP_TO_ALLOCATOR | {"ops"},
+    "uploads": UP_TO_ALLOCATOR | {"backends"},
+    "host_swap": UP_TO_ALLOCATOR | {"backends"},
     "cache_pool": UP_TO_ALLOCATOR | DEVICE_SIDE,
-    "integrations": UP_TO_ALLOCATOR | {"integrations", "ops", "cache_pool"},
-    "demo": UP_TO_ALLOCATOR | {"demo", "ops", "cache_pool", "workloads"},
+    "integrations": UP_TO_ALLOCATOR | {"integrations", "ops", "backends", "cache_pool"},
+    "demo": UP_TO_ALLOCATOR | {"demo", "ops", "backends", "cache_pool", "workloads"},
 }
 
 # The one exception: the command line starts these two, by an import inside the function, so that the other commands

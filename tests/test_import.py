@@ -21,7 +21,7 @@ class Blocked:
 sys.meta_path.insert(0, Blocked)
 """
 
-DEVICE_SIDE = {"ops", "cache_pool", "compat", "integrations", "demo", "kernels"} | {
+DEVICE_SIDE = {"backends", "ops", "cache_pool", "compat", "integrations", "demo", "kernels"} | {
     "device_batch",
     "device_memory",
     "device_tables",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from avmp import ops
+from avmp import backends
 from avmp.errors import InvalidArgument
 from tests.count_compilations import compilations
 
@@ -127,39 +127,40 @@ class OnGpu:
 
 def test_the_device_chooses_and_a_name_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
     lanes, sizes = torch.zeros(1, 1024, dtype=torch.uint8), {"page": 256, "slot": 0}
-    assert ops.make_backend(None, lanes, sizes).name == ops.make_backend("torch", lanes, sizes).name == "torch"
-    assert ops.make_backend("triton", lanes, sizes).name == "triton"
-    assert ops.make_backend(None, lanes.to("meta"), sizes).name == "torch"
-    monkeypatch.setitem(ops.BACKENDS, "triton", lambda lanes, sizes: "triton")  # type: ignore[arg-type, return-value]
-    monkeypatch.setitem(ops.BACKENDS, "torch", lambda lanes, sizes: "torch")  # type: ignore[arg-type, return-value]
-    assert ops.make_backend(None, OnGpu(), sizes) == "triton"  # type: ignore[arg-type]
-    monkeypatch.setattr(ops, "find_spec", lambda name: None)
-    assert ops.make_backend(None, OnGpu(), sizes) == "torch"  # type: ignore[arg-type]
+    assert backends.make_backend(None, lanes, sizes).name == "torch"
+    assert backends.make_backend("torch", lanes, sizes).name == "torch"
+    assert backends.make_backend("triton", lanes, sizes).name == "triton"
+    assert backends.make_backend(None, lanes.to("meta"), sizes).name == "torch"
+    monkeypatch.setitem(backends.BACKENDS, "triton", lambda lanes, sizes: "triton")  # type: ignore[arg-type, return-value]
+    monkeypatch.setitem(backends.BACKENDS, "torch", lambda lanes, sizes: "torch")  # type: ignore[arg-type, return-value]
+    assert backends.make_backend(None, OnGpu(), sizes) == "triton"  # type: ignore[arg-type]
+    monkeypatch.setattr(backends, "find_spec", lambda name: None)
+    assert backends.make_backend(None, OnGpu(), sizes) == "torch"  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="expected one of torch, triton"):
-        ops.make_backend("cuda", lanes, sizes)
+        backends.make_backend("cuda", lanes, sizes)
 
 
 def test_triton_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     lanes, sizes = torch.zeros(1, 1024, dtype=torch.uint8), {"page": 256}
     with pytest.raises(InvalidArgument, match="on a meta tensor"):
-        ops.make_backend("triton", lanes.to("meta"), sizes)
+        backends.make_backend("triton", lanes.to("meta"), sizes)
     monkeypatch.setattr("avmp.kernels.launch.INTERPRETED", False)
     with pytest.raises(InvalidArgument, match=r"on a cpu tensor.*TRITON_INTERPRET=1.*use backend 'torch'"):
-        ops.make_backend("triton", lanes, sizes)
+        backends.make_backend("triton", lanes, sizes)
 
 
 def test_without_triton_everything_but_its_backend_works(repository: Path) -> None:
     """Also: whoever does not use it does not load it."""
     program = """
 import sys, torch
-from avmp import ops
+from avmp import backends
 lanes = torch.zeros(1, 1024, dtype=torch.uint8)
-assert ops.make_backend(None, lanes, {"page": 256}).name == "torch" and "triton" not in sys.modules
+assert backends.make_backend(None, lanes, {"page": 256}).name == "torch" and "triton" not in sys.modules
 sys.modules["triton"] = None
-assert ops.default_backend(torch.device("cuda")) == "torch"
+assert backends.default_backend(torch.device("cuda")) == "torch"
 try:
-    ops.make_backend("triton", lanes, {"page": 256})
-except ops.InvalidArgument as error:
+    backends.make_backend("triton", lanes, {"page": 256})
+except backends.InvalidArgument as error:
     assert "triton cannot be imported here" in str(error), error
 else:
     raise AssertionError("not refused")

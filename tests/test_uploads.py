@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from avmp import ops
+from avmp import backends
 from avmp.cache_pool import CachePool
 from avmp.layout import Layout
 from avmp.options import Options
@@ -17,7 +17,7 @@ LAYOUT = Layout.from_unit_sizes(256, 1280, 48 * 1024, lane_count=2, page_tokens=
 
 
 def late_pool(monkeypatch: pytest.MonkeyPatch, queue: LateQueue) -> CachePool:
-    monkeypatch.setitem(ops.BACKENDS, "late", partial(LateBackend, queue))
+    monkeypatch.setitem(backends.BACKENDS, "late", partial(LateBackend, queue))
     return CachePool(
         LAYOUT,
         device="cpu",
