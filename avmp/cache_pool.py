@@ -24,6 +24,7 @@ from avmp.handles import Handles, Int64Array, as_count, as_handles
 from avmp.host_swap import HostSwap
 from avmp.layout import Layout
 from avmp.options import Options
+from avmp.pool_checks import check_batch, check_launch, limits_of
 from avmp.uploads import StreamTransport, Transport, Uploader
 from avmp.views import Views
 
@@ -99,6 +100,8 @@ class CachePool(Allocator):
         )
         self._uploader = Uploader(self.tables.words, self.backend, transport or StreamTransport(self.device))
         self._host = HostSwap(self.lanes, self.backend)
+        # At debug=2 ids are checked before they are used; a meta device has none.
+        self._checks = options.debug >= 2 and self.device.type != "meta"
         self.launches = 0
 
     # -- memory ----------------------------------------------------------------------------------------------------
@@ -145,7 +148,7 @@ class CachePool(Allocator):
             handles = table.handle[table.ids(host.rows)]
             self._upload(changes + tables.changes_of_batch(host, handles, table.dirty.drain()))
         rows = len(host.seq_lens)
-        return Batch(
+        batch = Batch(
             counters=self._space.counters,
             epoch=self.relocation_epoch,
             block_table=tables.block_table[:rows],
@@ -164,7 +167,12 @@ class CachePool(Allocator):
             page_tokens=self.layout.page_tokens,
             tables=tables,
             number=tables.batches,
+            backend=self.backend.name,
+            limits=limits_of(*self._space.pools) if self._checks else None,
         )
+        if batch.limits is not None:
+            check_batch(batch, batch.limits, self.layout, self.backend.name)
+        return batch
 
     def flush(self) -> None:
         """Carries out everything decided so far, on the current stream: data first, then the page tables."""
@@ -183,7 +191,7 @@ class CachePool(Allocator):
         self._committing = True
         yield
         self._committing = False
-        if self.options.debug >= 2 and self.device.type != "meta":
+        if self._checks:
             self.check_mirrors()
 
     def _run_effects(self) -> list[Change]:
@@ -198,6 +206,8 @@ class CachePool(Allocator):
         ]
 
     def _launch(self, launch: Launch) -> None:
+        if self._checks:
+            check_launch(launch, self._space.pages if launch.pool == "page" else self._space.slots)
         if launch.operation == "swap_out":
             self._host.leave(launch)
         elif launch.operation == "swap_in":

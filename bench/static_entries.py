@@ -69,7 +69,7 @@ UNIT_BYTES = (65_536, 4_352, 256)
 
 COPY = Limits(wide_loads=1, wide_stores=1, narrowest_load=32, narrowest_store=128, registers=48, shared=0)
 FILL = Limits(wide_stores=1, narrowest_load=32, narrowest_store=128, registers=48, shared=0)
-COUNTS = dict.fromkeys(("count", "lanes", "columns", "items", "unit_vectors", "first_valid_id"), "i32")
+COUNTS = dict.fromkeys(("count", "lanes", "columns", "items", "unit_vectors", "table_limit", "first_valid_id"), "i32")
 
 
 def tile(unit_bytes: int) -> dict[str, int]:
@@ -78,11 +78,14 @@ def tile(unit_bytes: int) -> dict[str, int]:
     return {"ROWS": tuning.BULK.tile_bytes // piece, "WORDS": piece // 4}
 
 
-def copying(name: str, unit_bytes: int, source_ids: str | None, destination_ids: str | None) -> Entry:
+def copying(
+    name: str, unit_bytes: int, source_ids: str | None, destination_ids: str | None, **others: str | None
+) -> Entry:
     """One use of the kernel that copies. Strides are of any value: no alignment is promised but that of addresses."""
     sides = {f"{side}_{what}": "i32" for side in ("source", "destination") for what in ("unit", "lane", "limit")}
     arguments = {"source": "*i32:16", "destination": "*i32:16", **COUNTS, **sides, **tile(unit_bytes)}
     arguments |= {"source_ids": source_ids, "destination_ids": destination_ids}
+    arguments |= {"page_table": None, "device_count": None, **others}
     options = {"num_warps": tuning.BULK.warps}
     return Entry(f"{name}, {unit_bytes:,} B", "avmp.kernels.units:copy_units_kernel", arguments, options, COPY)
 
@@ -91,9 +94,11 @@ def unit_entries() -> Iterator[Entry]:
     """Everything that moves bytes."""
     for unit_bytes in UNIT_BYTES:
         yield copying("copy and move", unit_bytes, "*i32", "*i32")
+        yield copying("move, counted on the device", unit_bytes, "*i32", "*i32", device_count="*i32")
+        yield copying("copy, virtual ids", unit_bytes, "*i32", "*i32", page_table="*i32")
         yield copying("gather", unit_bytes, "*i32", None)
         yield copying("scatter", unit_bytes, None, "*i32")
-        arguments = {"arena": "*i32:16", "ids": "*i32", **COUNTS, **tile(unit_bytes)}
+        arguments = {"arena": "*i32:16", "ids": "*i32", "page_table": None, **COUNTS, **tile(unit_bytes)}
         arguments |= dict.fromkeys(("lane_stride", "limit", "word"), "i32")
         options = {"num_warps": tuning.BULK.warps}
         yield Entry(f"fill, {unit_bytes:,} B", "avmp.kernels.units:fill_units_kernel", arguments, options, FILL)
@@ -108,6 +113,17 @@ def table_entries() -> Iterator[Entry]:
     yield Entry("apply_table_changes", kernel, arguments, options, limits)
 
 
+def bounds_entries() -> Iterator[Entry]:
+    """The search for a bad id, with everything that it can look at; ids are read one by one."""
+    numbers = ("rows", "width", "row_stride", "table_limit", "divisor", "first_valid_id", "low", "high")
+    arguments: dict[str, Any] = dict.fromkeys(numbers, "i32")
+    arguments |= {"ids": "*i32", "begins": "*i64", "ends": "*i64", "page_table": "*i32", "least": "*i64:16"}
+    arguments |= {"NULL_IS_BAD": True, "BLOCK": tuning.BOUNDS_BLOCK}
+    options = {"num_warps": tuning.BOUNDS_WARPS}
+    kernel = "avmp.kernels.bounds:first_bad_id_kernel"
+    yield Entry("first_bad_id", kernel, arguments, options, Limits(narrowest_load=32, narrowest_store=64))
+
+
 def entries() -> list[Entry]:
     """All of them, in the order of the table."""
-    return [*unit_entries(), *table_entries()]
+    return [*unit_entries(), *table_entries(), *bounds_entries()]

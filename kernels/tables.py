@@ -9,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from avmp.errors import InvalidArgument
 from avmp.kernels import tuning
-from avmp.kernels.launch import cdiv, device_guard
+from avmp.kernels.launch import cdiv, device_guard, require_runnable
+from avmp.kernels.unit_arguments import check_table_changes
 
 
 @triton.jit(do_not_specialize=["count", "words"], do_not_specialize_on_alignment=["tables", "changes"])
@@ -20,16 +20,13 @@ def apply_table_changes_kernel(tables, changes, count, words, BLOCK: tl.constexp
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     index = tl.load(changes + at, mask=at < count, other=-1)
     value = tl.load(changes + count.to(tl.int64) + at, mask=at < count, other=0)
-    tl.store(tables + index, value, mask=(index >= 0) & (index < words))
+    tl.store(tables + index.to(tl.int64), value, mask=(index >= 0) & (index < words))
 
 
 def apply_table_changes(tables: torch.Tensor, changes: torch.Tensor) -> None:
-    """``tables[changes[0]] = changes[1]``: tables int32 ``[words]``, changes int32 ``[2, count]``, contiguous, on its
-    device; indices are distinct. Raises InvalidArgument."""
-    if tables.dtype != torch.int32 or tables.dim() != 1 or not tables.is_contiguous():
-        raise InvalidArgument(f"tables {tables.dtype} {tuple(tables.shape)}: expected int32 [words], contiguous")
-    if changes.dtype != torch.int32 or changes.dim() != 2 or len(changes) != 2 or not changes.is_contiguous():
-        raise InvalidArgument(f"changes {changes.dtype} {tuple(changes.shape)}: expected int32 [2, count], contiguous")
+    """``units_reference.apply_table_changes`` by Triton, in one launch on the current stream."""
+    check_table_changes(tables, changes)
+    require_runnable(tables)
     count = changes.shape[1]
     if not count:
         return

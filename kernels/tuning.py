@@ -21,9 +21,9 @@ class Bulk:
 
 BULK = Bulk(tile_bytes=16 * 1024, warps=8, programs=6)
 """Four 16-byte accesses per thread are under way before the first store waits for one. Six such programs fit a
-multiprocessor of any NVIDIA target, by warps (48 on sm_86) and by registers (40 per thread): all are resident, and take
-equal shares. Their 96 KiB in flight are several times the 25 KiB that hide the latency of an H200's memory (4.8 TB/s,
-0.7 µs, 132 multiprocessors)."""
+multiprocessor of any NVIDIA target, by warps (48 on sm_86) and by registers (40 per thread; 46 where small units have
+virtual ids, of which five fit): all are resident, and take equal shares. Their 96 KiB in flight are several times the
+25 KiB that hide the latency of an H200's memory (4.8 TB/s, 0.7 µs, 132 multiprocessors)."""
 
 BULK_INTERPRETED = Bulk(tile_bytes=64 * 1024, warps=1, programs=8)
 """In the interpreter a program costs a millisecond whatever its size; tiles much larger than most work cost more."""
@@ -37,6 +37,12 @@ MOST_MASKED_SHARE = 0.25
 TABLE_BLOCK = 1024
 TABLE_WARPS = 4
 """A flush changes tens to thousands of words: a few programs, whose scattered 4-byte stores are bound by latency."""
+
+BOUNDS_BLOCK = 256
+BOUNDS_BLOCK_INTERPRETED = 32 * 1024
+BOUNDS_WARPS = 4
+BOUNDS_PROGRAMS = 1024
+"""Checks are for finding faults: enough programs to fill any device, few enough that their answers are read at once."""
 
 
 def piece_bytes(unit_bytes: int, tile_bytes: int) -> int:

@@ -1,14 +1,13 @@
 """Units of an arena copied, filled, gathered and scattered: the bytes of migrations, forks, snapshots and swaps.
 
-An arena is uint8 ``[lanes, lane_bytes]``; unit u of a pool is the bytes ``[u * unit_bytes, (u + 1) * unit_bytes)`` of
-every lane. All of them are multiples of 16 bytes here (of 256 in a layout's arena), and so is every address: words are
-int32, and offsets are counted in 16-byte vectors until the last moment, from which the compiler knows that it may use
-128-bit accesses. One launch takes all units, lanes and parts.
+``units_reference.py`` says what each function does; here one launch takes all units, lanes and parts. All sizes are
+multiples of 16 bytes (of 256 in a layout's arena), and so is every address: words are int32, and offsets are counted in
+16-byte vectors until the last moment, from which the compiler knows that it may use 128-bit accesses.
 
 Work is cut into tiles of ROWS units by WORDS words of one lane; programs on axis 0 walk over them. Ids are read once
-per tile and widened to int64 before they are multiplied. An id below ``first_valid_id`` is null: nothing is read or
-written for its pair, but that gathering writes zeros for it. The same holds for ids beyond the pool, so that no id
-reaches another's memory.
+per tile, tested before and after they are translated, and widened to int64 before they are multiplied: an id that is
+null or beyond the pool reaches no memory. Where the device knows how many pairs there are, the launch is that of the
+whole list, and programs that find nothing to do end at once.
 
 Floor: every byte is read once and written once (filling: written once), no arithmetic but addresses; 8 bytes of ids per
 unit.
@@ -23,13 +22,21 @@ import triton
 import triton.language as tl
 
 from avmp.errors import InvalidArgument
-from avmp.kernels import tuning
-from avmp.kernels.launch import GRID_X_LIMIT, INTERPRETED, cdiv, device_guard, multiprocessors
+from avmp.kernels import staging, tuning
+from avmp.kernels.launch import GRID_X_LIMIT, INTERPRETED, cdiv, device_guard, multiprocessors, require_runnable
+from avmp.kernels.unit_arguments import (
+    POISON_BYTE,
+    VECTOR_BYTES,
+    check_ids,
+    check_lanes,
+    check_moves,
+    check_packed_beside,
+    check_pairs,
+)
 
-VECTOR_BYTES = 16
 WORD_BYTES = 4
 
-_COUNTS = ["count", "lanes", "columns", "items", "unit_vectors", "first_valid_id"]
+_COUNTS = ["count", "lanes", "columns", "items", "unit_vectors", "first_valid_id", "table_limit"]
 
 
 @triton.jit
@@ -39,14 +46,19 @@ def word_offset(ids, lane, unit_stride, lane_stride):
 
 
 @triton.jit
-def _ids_of(ids, rows, count, first_valid_id, limit):
-    """The ids at these rows and which of them are valid; without a table of ids, the rows themselves."""
+def _ids_of(ids, rows, count, page_table, table_limit, first_valid_id, limit):
+    """The physical ids at these rows and which of them are valid; without a list of ids, the rows themselves."""
     valid = rows < count
     if ids is None:
         found = rows
     else:
         found = tl.load(ids + rows, mask=valid, other=-1)
-        valid = valid & (found >= first_valid_id) & (found < limit)
+        valid = valid & (found >= first_valid_id)
+        if page_table is not None:
+            valid = valid & (found < table_limit)
+            found = tl.load(page_table + found, mask=valid, other=-1)
+            valid = valid & (found >= first_valid_id)
+        valid = valid & (found < limit)
     return found, valid
 
 
@@ -56,13 +68,15 @@ def _ids_of(ids, rows, count, first_valid_id, limit):
         *("source_unit", "source_lane", "source_limit"),
         *("destination_unit", "destination_lane", "destination_limit"),
     ],
-    do_not_specialize_on_alignment=["source_ids", "destination_ids"],
+    do_not_specialize_on_alignment=["source_ids", "destination_ids", "page_table", "device_count"],
 )
 def copy_units_kernel(
     source,
     destination,
     source_ids,
     destination_ids,
+    page_table,
+    device_count,
     count,
     lanes,
     columns,
@@ -74,17 +88,23 @@ def copy_units_kernel(
     destination_unit,
     destination_lane,
     destination_limit,
+    table_limit,
     first_valid_id,
     ROWS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Copies, gathers (no destination ids) and scatters (no source ids)."""
+    """Copies, moves, gathers (no destination ids) and scatters (no source ids)."""
+    if device_count is not None:
+        count = tl.maximum(tl.minimum(count, tl.load(device_count)), 0)
+        items = tl.cdiv(count, ROWS) * lanes * columns
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         rows = item // (lanes * columns) * ROWS + tl.arange(0, ROWS)
         lane = item // columns % lanes
         inside = item % columns * WORDS + tl.arange(0, WORDS)
-        from_ids, from_valid = _ids_of(source_ids, rows, count, first_valid_id, source_limit)
-        to_ids, to_valid = _ids_of(destination_ids, rows, count, first_valid_id, destination_limit)
+        from_ids, from_valid = _ids_of(source_ids, rows, count, page_table, table_limit, first_valid_id, source_limit)
+        to_ids, to_valid = _ids_of(
+            destination_ids, rows, count, page_table, table_limit, first_valid_id, destination_limit
+        )
         if destination_ids is not None:
             to_valid = to_valid & from_valid
         in_unit = inside[None, :] < unit_vectors * 4
@@ -96,11 +116,12 @@ def copy_units_kernel(
 
 @triton.jit(
     do_not_specialize=[*_COUNTS, "unit", "lane_stride", "limit", "word"],
-    do_not_specialize_on_alignment=["ids"],
+    do_not_specialize_on_alignment=["ids", "page_table"],
 )
 def fill_units_kernel(
     arena,
     ids,
+    page_table,
     count,
     lanes,
     columns,
@@ -108,6 +129,7 @@ def fill_units_kernel(
     unit_vectors,
     lane_stride,
     limit,
+    table_limit,
     first_valid_id,
     word,
     ROWS: tl.constexpr,
@@ -118,7 +140,7 @@ def fill_units_kernel(
         rows = item // (lanes * columns) * ROWS + tl.arange(0, ROWS)
         lane = item // columns % lanes
         inside = item % columns * WORDS + tl.arange(0, WORDS)
-        found, valid = _ids_of(ids, rows, count, first_valid_id, limit)
+        found, valid = _ids_of(ids, rows, count, page_table, table_limit, first_valid_id, limit)
         words = word_offset(found, lane, unit_vectors, lane_stride)[:, None] + inside[None, :]
         values = tl.zeros([ROWS, WORDS], tl.int32) + word
         tl.store(arena + words, values, mask=valid[:, None] & (inside[None, :] < unit_vectors * 4))
@@ -130,67 +152,121 @@ def copy_units(
     sources: torch.Tensor,
     destinations: torch.Tensor,
     *,
+    page_table: torch.Tensor | None = None,
     first_valid_id: int = 0,
 ) -> None:
-    """Units ``sources`` of the arena are written to units ``destinations`` too; this also is how units move.
+    """``units_reference.copy_units`` by Triton, in one launch on the current stream."""
+    arena = _arena(lanes, unit_bytes, first_valid_id)
+    check_ids(lanes, sources, page_table)
+    check_ids(lanes, destinations, page_table)
+    check_pairs(sources, destinations)
+    _copy(arena._replace(ids=sources), arena._replace(ids=destinations), unit_bytes, page_table, first_valid_id)
 
-    ``lanes`` uint8 ``[lanes, lane_bytes]``; ids int32 or int64 ``[count]``, on its device. No unit written is read or
-    written for another pair; one may be read for many. Raises InvalidArgument.
-    """
-    arena = _arena_side(lanes, unit_bytes)
-    _copy(arena._replace(ids=_ids(sources)), arena._replace(ids=_ids(destinations)), unit_bytes, first_valid_id)
+
+def migrate(
+    lanes: torch.Tensor,
+    unit_bytes: int,
+    moves: torch.Tensor,
+    *,
+    count: int | None = None,
+    device_count: torch.Tensor | None = None,
+    first_valid_id: int = 0,
+) -> None:
+    """``units_reference.migrate`` by Triton, in one launch on the current stream, which is the same whatever
+    ``device_count`` holds: a captured graph stays valid."""
+    arena = _arena(lanes, unit_bytes, first_valid_id)
+    sources, destinations = check_moves(lanes, moves, count, device_count)
+    source, destination = arena._replace(ids=sources), arena._replace(ids=destinations)
+    _copy(source, destination, unit_bytes, None, first_valid_id, device_count)
 
 
 def gather_units(
-    lanes: torch.Tensor, unit_bytes: int, sources: torch.Tensor, out: torch.Tensor, *, first_valid_id: int = 0
+    lanes: torch.Tensor,
+    unit_bytes: int,
+    sources: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    page_table: torch.Tensor | None = None,
+    first_valid_id: int = 0,
 ) -> None:
-    """Units ``sources`` to ``out``, uint8 ``[count, lanes, unit_bytes]``, contiguous, on the arena's device.
-
-    Every element of ``out`` is written: zeros for a null id. Otherwise as ``copy_units``.
-    """
-    arena = _arena_side(lanes, unit_bytes)._replace(ids=_ids(sources))
-    _copy(arena, _packed_side(out, len(sources), len(lanes), unit_bytes), unit_bytes, first_valid_id)
+    """``units_reference.gather_units`` by Triton, in one launch on the current stream."""
+    arena = _arena(lanes, unit_bytes, first_valid_id)._replace(ids=sources)
+    check_ids(lanes, sources, page_table)
+    check_packed_beside(lanes, unit_bytes, out, len(sources))
+    _copy(arena, _packed(out), unit_bytes, page_table, first_valid_id)
 
 
 def scatter_units(
-    lanes: torch.Tensor, unit_bytes: int, source: torch.Tensor, destinations: torch.Tensor, *, first_valid_id: int = 0
+    lanes: torch.Tensor,
+    unit_bytes: int,
+    source: torch.Tensor,
+    destinations: torch.Tensor,
+    *,
+    page_table: torch.Tensor | None = None,
+    first_valid_id: int = 0,
 ) -> None:
-    """The inverse of ``gather_units``; nothing is written for a null id."""
-    arena = _arena_side(lanes, unit_bytes)._replace(ids=_ids(destinations))
-    _copy(_packed_side(source, len(destinations), len(lanes), unit_bytes), arena, unit_bytes, first_valid_id)
+    """``units_reference.scatter_units`` by Triton, in one launch on the current stream."""
+    arena = _arena(lanes, unit_bytes, first_valid_id)._replace(ids=destinations)
+    check_ids(lanes, destinations, page_table)
+    check_packed_beside(lanes, unit_bytes, source, len(destinations))
+    _copy(_packed(source), arena, unit_bytes, page_table, first_valid_id)
 
 
-def fill_units(
-    lanes: torch.Tensor, unit_bytes: int, destinations: torch.Tensor, byte: int, *, first_valid_id: int = 0
+def swap_out(
+    lanes: torch.Tensor,
+    unit_bytes: int,
+    sources: torch.Tensor,
+    host: torch.Tensor,
+    *,
+    page_table: torch.Tensor | None = None,
+    first_valid_id: int = 0,
 ) -> None:
-    """Every byte of units ``destinations``, ids as in ``copy_units``, becomes ``byte``, 0 to 255."""
-    side = _arena_side(lanes, unit_bytes)._replace(ids=_ids(destinations))
-    word = int.from_bytes(bytes([byte] * WORD_BYTES), "little", signed=True)
-    shape = _shape(len(destinations), len(lanes), unit_bytes)
-    if not shape.items:
-        return
-    with device_guard(lanes):
-        fill_units_kernel[(_programs(lanes, shape.items),)](
-            side.words,
-            side.ids,
-            len(destinations),
-            len(lanes),
-            shape.columns,
-            shape.items,
-            side.unit,
-            side.lane,
-            side.limit,
-            first_valid_id,
-            word,
-            ROWS=shape.rows,
-            WORDS=shape.words,
-            num_warps=_bulk().warps,
-        )
+    """``units_reference.swap_out`` by Triton: for each part of ``staging.STAGING_BYTES`` one launch and one copy."""
+    rule = dict(page_table=page_table, first_valid_id=first_valid_id)
+    staging.leave(gather_units, lanes, unit_bytes, sources, host, **rule)
+
+
+def swap_in(
+    lanes: torch.Tensor,
+    unit_bytes: int,
+    host: torch.Tensor,
+    destinations: torch.Tensor,
+    *,
+    page_table: torch.Tensor | None = None,
+    first_valid_id: int = 0,
+) -> None:
+    """``units_reference.swap_in`` by Triton: for each part of ``staging.STAGING_BYTES`` one copy and one launch."""
+    rule = dict(page_table=page_table, first_valid_id=first_valid_id)
+    staging.come_back(scatter_units, lanes, unit_bytes, host, destinations, **rule)
+
+
+def zero_units(
+    lanes: torch.Tensor,
+    unit_bytes: int,
+    destinations: torch.Tensor,
+    *,
+    page_table: torch.Tensor | None = None,
+    first_valid_id: int = 0,
+) -> None:
+    """``units_reference.zero_units`` by Triton, in one launch on the current stream."""
+    _fill(lanes, unit_bytes, destinations, 0, page_table, first_valid_id)
+
+
+def poison_units(
+    lanes: torch.Tensor,
+    unit_bytes: int,
+    destinations: torch.Tensor,
+    *,
+    page_table: torch.Tensor | None = None,
+    first_valid_id: int = 0,
+) -> None:
+    """``units_reference.poison_units`` by Triton, in one launch on the current stream."""
+    _fill(lanes, unit_bytes, destinations, POISON_BYTE, page_table, first_valid_id)
 
 
 class _Side(NamedTuple):
-    """Where units come from or go to: int32 words, ids or None for 0, 1, 2, …, strides in vectors, and the number of
-    units that there are."""
+    """Where units come from or go to: int32 words, ids or None for 0, 1, 2, …, strides in vectors, the number of
+    units that there are, and of lanes."""
 
     words: torch.Tensor
     ids: torch.Tensor | None
@@ -209,11 +285,16 @@ class _Shape(NamedTuple):
     items: int
 
 
-def _copy(source: _Side, destination: _Side, unit_bytes: int, first_valid_id: int) -> None:
-    sizes = {len(side.ids) for side in (source, destination) if side.ids is not None}
-    if len(sizes) != 1:
-        raise InvalidArgument(f"{' and '.join(map(str, sorted(sizes)))} ids: expected as many sources as destinations")
-    count = sizes.pop()
+def _copy(
+    source: _Side,
+    destination: _Side,
+    unit_bytes: int,
+    page_table: torch.Tensor | None,
+    first_valid_id: int,
+    device_count: torch.Tensor | None = None,
+) -> None:
+    require_runnable(source.words)
+    count = len(source.ids) if source.ids is not None else source.limit
     shape = _shape(count, source.lanes, unit_bytes)
     if not shape.items:
         return
@@ -223,6 +304,8 @@ def _copy(source: _Side, destination: _Side, unit_bytes: int, first_valid_id: in
             destination.words,
             source.ids,
             destination.ids,
+            page_table,
+            device_count,
             count,
             source.lanes,
             shape.columns,
@@ -234,7 +317,43 @@ def _copy(source: _Side, destination: _Side, unit_bytes: int, first_valid_id: in
             destination.unit,
             destination.lane,
             destination.limit,
+            0 if page_table is None else len(page_table),
             first_valid_id,
+            ROWS=shape.rows,
+            WORDS=shape.words,
+            num_warps=_bulk().warps,
+        )
+
+
+def _fill(
+    lanes: torch.Tensor,
+    unit_bytes: int,
+    destinations: torch.Tensor,
+    byte: int,
+    page_table: torch.Tensor | None,
+    first_valid_id: int,
+) -> None:
+    side = _arena(lanes, unit_bytes, first_valid_id)
+    check_ids(lanes, destinations, page_table)
+    require_runnable(lanes)
+    shape = _shape(len(destinations), len(lanes), unit_bytes)
+    if not shape.items:
+        return
+    with device_guard(lanes):
+        fill_units_kernel[(_programs(lanes, shape.items),)](
+            side.words,
+            destinations,
+            page_table,
+            len(destinations),
+            len(lanes),
+            shape.columns,
+            shape.items,
+            side.unit,
+            side.lane,
+            side.limit,
+            0 if page_table is None else len(page_table),
+            first_valid_id,
+            int.from_bytes(bytes([byte] * WORD_BYTES), "little", signed=True),
             ROWS=shape.rows,
             WORDS=shape.words,
             num_warps=_bulk().warps,
@@ -259,30 +378,13 @@ def _programs(tensor: torch.Tensor, items: int) -> int:
     return min(items, _bulk().programs * multiprocessors(tensor))
 
 
-def _arena_side(lanes: torch.Tensor, unit_bytes: int) -> _Side:
-    if lanes.dtype != torch.uint8 or lanes.dim() != 2 or lanes.stride(1) != 1:
-        raise InvalidArgument(f"lanes {lanes.dtype} {tuple(lanes.shape)}: expected uint8 [lanes, lane_bytes], dense")
-    _require_vectors(lanes.data_ptr(), unit_bytes, lanes.stride(0), lanes.shape[1])
+def _arena(lanes: torch.Tensor, unit_bytes: int, first_valid_id: int) -> _Side:
+    limit = check_lanes(lanes, unit_bytes, first_valid_id)
     unit, lane = unit_bytes // VECTOR_BYTES, lanes.stride(0) // VECTOR_BYTES
-    return _Side(lanes.view(torch.int32), None, unit, lane, lanes.shape[1] // unit_bytes, len(lanes))
+    return _Side(lanes.view(torch.int32), None, unit, lane, limit, len(lanes))
 
 
-def _packed_side(packed: torch.Tensor, count: int, lanes: int, unit_bytes: int) -> _Side:
-    if packed.dtype != torch.uint8 or packed.shape != (count, lanes, unit_bytes) or not packed.is_contiguous():
-        raise InvalidArgument(
-            f"{packed.dtype} {tuple(packed.shape)}: expected uint8 {(count, lanes, unit_bytes)}, contiguous"
-        )
-    _require_vectors(packed.data_ptr(), unit_bytes)
+def _packed(packed: torch.Tensor) -> _Side:
+    count, lanes, unit_bytes = packed.shape
     unit = unit_bytes // VECTOR_BYTES
     return _Side(packed.view(torch.int32), None, lanes * unit, unit, count, lanes)
-
-
-def _require_vectors(*numbers: int) -> None:
-    if any(number % VECTOR_BYTES for number in numbers):
-        raise InvalidArgument(f"addresses and sizes {numbers}: expected multiples of {VECTOR_BYTES} bytes")
-
-
-def _ids(ids: torch.Tensor) -> torch.Tensor:
-    if ids.dtype not in (torch.int32, torch.int64) or ids.dim() != 1 or (len(ids) > 1 and ids.stride(0) != 1):
-        raise InvalidArgument(f"ids {ids.dtype} {tuple(ids.shape)}: expected int32 or int64 [count], dense")
-    return ids

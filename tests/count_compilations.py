@@ -49,6 +49,8 @@ def main(function: str) -> None:
     from triton.runtime import driver
 
     driver.set_active(Driver())
+    launch = importlib.import_module("avmp.kernels.launch")
+    launch.__dict__["require_runnable"] = lambda tensor: None  # before anything imports it: nothing will run
     seen: dict[str, set[Any]] = {}
 
     def count(*, key: Any, fn: Any, **details: Any) -> bool:

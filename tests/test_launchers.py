@@ -91,7 +91,7 @@ def test_a_launch_outside_the_guard_is_found(source: str, lines: list[int]) -> N
 def sweep_counts() -> None:
     """All launches that move bytes, over counts, places in tables of ids, and unit sizes of one shape of tile."""
     from avmp.kernels.tables import apply_table_changes
-    from avmp.kernels.units import copy_units, fill_units, gather_units, scatter_units
+    from avmp.kernels.units import copy_units, gather_units, poison_units, scatter_units, zero_units
 
     for unit_bytes in (65_536, 65_536 + 16_384):
         for count in COUNTS:
@@ -102,8 +102,8 @@ def sweep_counts() -> None:
                 copy_units(lanes, unit_bytes, ids, ids, first_valid_id=count % 2)
                 gather_units(lanes, unit_bytes, ids, packed)
                 scatter_units(lanes, unit_bytes, packed, ids)
-                for byte in (0, 1, 255):
-                    fill_units(lanes, unit_bytes, ids, byte)
+                zero_units(lanes, unit_bytes, ids)
+                poison_units(lanes, unit_bytes, ids)
             tables = torch.zeros(5000 + count, dtype=torch.int32)[count % 2 :]
             apply_table_changes(tables, torch.zeros(2, count, dtype=torch.int32))
 
