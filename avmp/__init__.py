@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from avmp.allocator import Allocator
+    from avmp.bounds import use_bounds_checks
     from avmp.cache_pool import CachePool
     from avmp.device_batch import Batch
     from avmp.errors import (
@@ -28,6 +29,21 @@ if TYPE_CHECKING:
     from avmp.growth import Prefix
     from avmp.layout import Layout
     from avmp.named_models import named_model
+    from avmp.ops import (
+        apply_table_changes,
+        causal_conv1d_update,
+        copy_units,
+        gather_kv,
+        migrate,
+        paged_attention,
+        poison_units,
+        selective_state_update,
+        swap_in,
+        swap_out,
+        use_backend,
+        write_kv,
+        zero_units,
+    )
     from avmp.options import Options
 
 __version__ = "0.1.0"
@@ -53,11 +69,26 @@ __all__ = [
     "StatePart",
     "Unsupported",
     "__version__",
+    "apply_table_changes",
+    "causal_conv1d_update",
+    "copy_units",
+    "gather_kv",
+    "migrate",
     "named_model",
+    "paged_attention",
+    "poison_units",
+    "selective_state_update",
+    "swap_in",
+    "swap_out",
+    "use_backend",
+    "use_bounds_checks",
+    "write_kv",
+    "zero_units",
 ]
 
 _NAMES_BY_MODULE = {
     "avmp.allocator": ("Allocator",),
+    "avmp.bounds": ("use_bounds_checks",),
     "avmp.cache_pool": ("CachePool",),
     "avmp.device_batch": ("Batch",),
     "avmp.errors": (
@@ -75,6 +106,21 @@ _NAMES_BY_MODULE = {
     "avmp.growth": ("Prefix",),
     "avmp.layout": ("Layout",),
     "avmp.named_models": ("named_model",),
+    "avmp.ops": (
+        "apply_table_changes",
+        "causal_conv1d_update",
+        "copy_units",
+        "gather_kv",
+        "migrate",
+        "paged_attention",
+        "poison_units",
+        "selective_state_update",
+        "swap_in",
+        "swap_out",
+        "use_backend",
+        "write_kv",
+        "zero_units",
+    ),
     "avmp.options": ("Options",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}

@@ -81,6 +81,18 @@ MODULES = {
     "paged_attention": {"torch": "attention_reference", "triton": "paged_attention"},
     "write_kv": {"torch": "kv_reference", "triton": "kv"},
     "gather_kv": {"torch": "kv_reference", "triton": "kv"},
+    "selective_state_update": {"torch": "state_update_reference", "triton": "selective_state_update"},
+    "causal_conv1d_update": {"torch": "conv_reference", "triton": "causal_conv1d_update"},
+    "copy_units": {"torch": "units_reference", "triton": "units"},
+    "zero_units": {"torch": "units_reference", "triton": "units"},
+    "poison_units": {"torch": "units_reference", "triton": "units"},
+    "migrate": {"torch": "units_reference", "triton": "units"},
+    "gather_units": {"torch": "units_reference", "triton": "units"},
+    "scatter_units": {"torch": "units_reference", "triton": "units"},
+    "swap_out": {"torch": "units_reference", "triton": "units"},
+    "swap_in": {"torch": "units_reference", "triton": "units"},
+    "apply_table_changes": {"torch": "units_reference", "triton": "tables"},
+    "first_bad_id": {"torch": "bounds_reference", "triton": "bounds"},
 }
 """Where each operation is implemented, below avmp.kernels: the same name and the same signature in both."""
 
@@ -95,15 +107,21 @@ def use_backend(name: str) -> Iterator[None]:
         _forced.reset(token)
 
 
+def chosen_backend(tensor: torch.Tensor, backend: str | None = None, pool_backend: str | None = None) -> str:
+    """Who computes on this tensor: ``backend``, else that of ``use_backend``, else that of the pool whose batch it is,
+    else what suits the tensor's device. Raises InvalidArgument for an unknown name."""
+    return _known(backend) if backend else _forced.get() or pool_backend or default_backend(tensor.device)
+
+
 def implementation(operation: str, tensor: torch.Tensor, backend: str | None = None) -> Callable[..., Any]:
-    """The function that computes ``operation``: on ``backend``, else that of ``use_backend``, else what suits the
-    tensor's device. Raises InvalidArgument for a backend that cannot run; no other takes its place."""
-    chosen = _known(backend) if backend else _forced.get() or default_backend(tensor.device)
-    return _load(operation, chosen)
+    """The function that computes ``operation``, on the ``chosen_backend``. Raises InvalidArgument for a backend that
+    cannot run; no other takes its place."""
+    return load(operation, chosen_backend(tensor, backend))
 
 
 @cache
-def _load(operation: str, backend: str) -> Callable[..., Any]:
+def load(operation: str, backend: str) -> Callable[..., Any]:
+    """The function that computes ``operation`` on that backend. Raises InvalidArgument if it cannot be imported."""
     try:
         module = importlib.import_module(f"avmp.kernels.{MODULES[operation][backend]}")
     except ImportError as error:

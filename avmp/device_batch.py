@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from avmp.address_space import Counters
+from avmp.bounds import Limits
 from avmp.device_tables import DeviceTables
 from avmp.errors import Inconsistent, InvalidArgument
 from avmp.handles import Int64Array
@@ -59,7 +60,9 @@ class Batch(Stamped):
       ``query_start_loc`` int32 ``[R + 1]``, ``state_indices`` int32 ``[R]``, ``has_initial_state`` bool ``[R]``;
     * ``slot_mapping`` int64 ``[num_tokens]``: ``page * page_tokens + offset`` of each token of this step;
     * ``page_table`` and ``slot_table`` int32: physical ids by virtual id, the same for every batch;
-    * on the host: ``columns`` int64 ``[num_sequences]``, the pages of each row, and the integers.
+    * ``backend`` is the pool's: the operations of ``ops.py`` use it for this batch;
+    * on the host: ``columns`` int64 ``[num_sequences]``, the pages of each row, and the integers;
+    * ``limits``, of a pool at ``debug=2``: what it owns, so that every operation on this batch checks its ids.
     """
 
     block_table: torch.Tensor
@@ -78,7 +81,16 @@ class Batch(Stamped):
     page_tokens: int
     tables: DeviceTables
     number: int
+    backend: str
     first_valid_id: int = 1
+    limits: Limits | None = None
+
+    def require_latest(self) -> None:
+        """Raises Inconsistent if a later batch has overwritten these tables. Virtual ids stay valid when units move."""
+        if self.number != self.tables.batches:
+            raise Inconsistent(
+                f"batch {self.number} was overwritten by batch {self.tables.batches}; use the latest one"
+            )
 
     def physical(self, out: torch.Tensor | None = None) -> PhysicalTable:
         """The block table in physical ids, dense, for kernels that know nothing of virtual ones.
@@ -87,7 +99,8 @@ class Batch(Stamped):
         sequence's pages are 0, the null page, and so are those that ``release_front`` has given up: a kernel has to
         mask them by its window. Raises Inconsistent for a batch that a later one or a relocation has overtaken.
         """
-        self._require_latest()
+        self.require_current()
+        self.require_latest()
         shape = self.block_table.shape
         table = self.page_table[self.block_table.long()]
         if out is None:
@@ -103,7 +116,8 @@ class Batch(Stamped):
 
         ``out`` is a triple of int32 vectors at least that long, written from their beginning. Raises as ``physical``.
         """
-        self._require_latest()
+        self.require_current()
+        self.require_latest()
         rows, device = len(self.seq_lens), self.seq_lens.device
         counts = np.zeros(rows, dtype=np.int64)
         counts[: self.num_sequences] = self.columns
@@ -124,10 +138,3 @@ class Batch(Stamped):
                 raise InvalidArgument(f"physical_csr: out must be three int32 vectors of at least {wanted} entries")
             made = tuple(b[: v.numel()].copy_(v) for b, v in zip(out, made, strict=True))  # type: ignore[assignment]
         return PhysicalCsr(self.counters, self.epoch, *made)
-
-    def _require_latest(self) -> None:
-        self.require_current()
-        if self.number != self.tables.batches:
-            raise Inconsistent(
-                f"batch {self.number} was overwritten by batch {self.tables.batches}; ask the latest one"
-            )

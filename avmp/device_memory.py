@@ -9,6 +9,7 @@ import torch
 
 from avmp.errors import InvalidArgument
 from avmp.layout import ARENA_ALIGNMENT, Layout
+from avmp.places import Place, placed
 from avmp.units import parse_bytes
 
 
@@ -76,4 +77,4 @@ def allocate_arena(layout: Layout, device: torch.device) -> torch.Tensor:
     skip = -memory.data_ptr() % ARENA_ALIGNMENT if device.type != "meta" else 0
     lanes = memory[skip : skip + size].view(layout.lane_count, layout.lane_bytes)
     lanes[:, : layout.null_bytes // layout.lane_count].zero_()
-    return lanes
+    return placed(lanes, Place(memory, skip))

@@ -25,7 +25,10 @@ class Options:
     Each option can be set in the environment (``from_env``): ``debug`` is ``AVMP_DEBUG``, and so on.
     """
 
-    debug: int = _option(0, "1: check the calling thread; 2: also verify every table after each operation")
+    debug: int = _option(
+        0,
+        "1: check the calling thread; 2: also verify every table after each operation, and every id given to a kernel",
+    )
     hysteresis: float = _option(
         1 / 16, "share of a retracting pool's extent that it may give up beyond the demand, free units only"
     )

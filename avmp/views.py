@@ -7,22 +7,20 @@ import torch
 from avmp.errors import InvalidArgument
 from avmp.lanes import Part
 from avmp.layout import Layout
+from avmp.places import Place, placed, require_place, view_at
 
 
 def part_view(lanes: torch.Tensor, part: Part, unit_bytes: int, unit_count: int) -> torch.Tensor:
     """One part of every unit: ``[unit_count, *part.shape]`` in the part's dtype, sharing the arena's storage.
 
-    ``lanes`` is uint8 ``[lane_count, lane_bytes]``. The view spans the whole lane, the null area and what belongs to
-    the other pool included.
+    ``lanes`` is uint8 ``[lane_count, lane_bytes]``, from ``allocate_arena``. The view spans the whole lane, the null
+    area and what belongs to the other pool included.
     """
     dtype = torch_dtype(part.dtype)
-    typed = lanes.view(-1).view(dtype)
-    begin = lanes.storage_offset() + part.lane * lanes.stride(0) + part.offset
-    return typed.as_strided(
-        (unit_count, *part.shape),
-        (unit_bytes // dtype.itemsize, *part.strides),
-        begin // dtype.itemsize,
-    )
+    memory, begin = require_place(lanes)
+    place = Place(memory, begin + part.lane * lanes.stride(0) + part.offset)
+    strides = (unit_bytes // dtype.itemsize, *part.strides)
+    return placed(view_at(place, (unit_count, *part.shape), strides, dtype), place)
 
 
 def torch_dtype(name: str) -> torch.dtype:

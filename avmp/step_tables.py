@@ -1,0 +1,70 @@
+"""What operations read of a ``Batch``, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from avmp.errors import InvalidArgument
+from avmp.registration import Batch
+
+
+class Tables(Batch, Protocol):
+    """What is read of a ``Batch``; see there for shapes."""
+
+    @property
+    def block_table(self) -> torch.Tensor: ...
+    @property
+    def seq_lens(self) -> torch.Tensor: ...
+    @property
+    def query_start_loc(self) -> torch.Tensor: ...
+    @property
+    def slot_mapping(self) -> torch.Tensor: ...
+    @property
+    def state_indices(self) -> torch.Tensor: ...
+    @property
+    def has_initial_state(self) -> torch.Tensor: ...
+    @property
+    def page_table(self) -> torch.Tensor: ...
+    @property
+    def slot_table(self) -> torch.Tensor: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def max_query_len(self) -> int: ...
+    @property
+    def max_seq_len(self) -> int: ...
+    @property
+    def first_valid_id(self) -> int: ...
+    def require_latest(self) -> None:
+        """Raises Inconsistent if a later batch has overwritten the tables."""
+
+
+def latest(operation: str, batch: Tables) -> Tables:
+    """The batch itself. While code is traced there is no telling which batch it will run with."""
+    if not hasattr(batch, "require_latest"):
+        raise InvalidArgument(f"{operation}: expected tables as tensors or a Batch, got a {type(batch).__name__}")
+    if not torch.compiler.is_compiling():
+        batch.require_latest()
+    return batch
+
+
+def leave_out(operation: str, **given: Any) -> None:
+    """Raises InvalidArgument for what a batch brings itself."""
+    names = [name for name, value in given.items() if value is not None and (name, value) != ("first_valid_id", 1)]
+    if names:
+        raise InvalidArgument(f"{operation}: a batch brings its own {' and '.join(names)}; leave out one or the other")
+
+
+def require_tokens(operation: str, tokens: torch.Tensor, batch: Tables) -> None:
+    """Raises InvalidArgument for fewer tokens than the batch has; there may be more (padding)."""
+    if tokens.shape[0] < batch.num_tokens:
+        raise InvalidArgument(f"{operation}: {tokens.shape[0]} tokens, the batch has {batch.num_tokens}")
+
+
+def required(operation: str, name: str, value: Any) -> Any:
+    """The value. Raises InvalidArgument if it is None."""
+    if value is None:
+        raise InvalidArgument(f"{operation}: {name} is missing: give it, or a Batch instead of the tables")
+    return value
