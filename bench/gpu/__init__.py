@@ -1,0 +1,1 @@
+"""One command that turns one NVIDIA GPU into numbers: ``python -m bench.gpu``."""
