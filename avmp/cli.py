@@ -1,4 +1,4 @@
-"""The command line: ``python -m avmp replay``, ``plan`` and ``env``.
+"""The command line: ``python -m avmp demo``, ``replay``, ``plan`` and ``env``.
 
 What is asked for goes to stdout, as a whole and only if all went well; everything else goes to stderr. Exit codes:
 0, 1 (a gate failed), 2 (bad usage or input, said in one line).
@@ -28,6 +28,7 @@ from avmp.units import format_bytes
 from avmp.workloads import WORKLOADS, Trace, builtin_trace, read_trace
 
 DEFAULT_REQUESTS = 4000
+DEMO_REQUESTS = 400
 _BAD_INPUT = 2
 
 
@@ -42,12 +43,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     try:
         arguments = _parser().parse_args(argv)
-        text: str = arguments.run(arguments)
+        answer: str | tuple[str, int] = arguments.run(arguments)
     except AvmpError as error:
         return _complain(str(error))
     except MemoryError:
         return _complain("this machine has too little memory for the tables of so large an arena")
-    return _print(text)
+    text, code = (answer, 0) if isinstance(answer, str) else answer
+    return _print(text) or code
 
 
 def _complain(problem: str) -> int:
@@ -81,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"avmp {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_demo(commands)
     _add_replay(commands)
     _add_plan(commands)
     _add_env(commands)
@@ -94,18 +97,34 @@ def _add_command(commands: Any, name: str, run: Any, text: str) -> argparse.Argu
     return command
 
 
+def _add_demo(commands: Any) -> None:
+    command = _add_command(commands, "demo", _demo, "serve requests with a small hybrid model out of one small arena")
+    _add_trace(command, DEMO_REQUESTS)
+    command.add_argument(
+        "--shrink", type=int, default=8, metavar="N", help="divide all lengths by N (default 8: the model is small)"
+    )
+    command.add_argument(
+        "--requests-per-step", type=float, default=1.0, metavar="X", help="how fast requests arrive (default 1)"
+    )
+    command.add_argument(
+        "--samples", type=int, default=3, metavar="N", help="answers to every fourth request, by fork (default 3)"
+    )
+    command.add_argument("--memory", default="1MiB", metavar="SIZE", help="size of the arena (default 1MiB)")
+    command.add_argument(
+        "--longest", type=int, default=1024, metavar="N", help="longest sequence (default 1024 tokens)"
+    )
+    command.add_argument("--max-sequences", type=int, default=64, metavar="N", help="at once (default 64)")
+    command.add_argument(
+        "--chunk-tokens", type=int, default=64, metavar="N", help="prompt tokens in one step, at most (default 64)"
+    )
+    command.add_argument("--backend", choices=("torch", "triton"), help="who computes (default: the device decides)")
+    command.add_argument("--device", metavar="NAME", help="such as cuda or cpu (default: a GPU where there is one)")
+    command.add_argument("--plot", metavar="FILE", help="draw memory over time to a PNG")
+
+
 def _add_replay(commands: Any) -> None:
     command = _add_command(commands, "replay", _replay, "replay requests against memory policies, side by side")
-    source = command.add_mutually_exclusive_group()
-    source.add_argument("--workload", metavar="NAME", help=f"built-in: {', '.join(WORKLOADS)} (default sharegpt)")
-    source.add_argument("--trace", metavar="FILE", help="Azure LLM or BurstGPT CSV, Mooncake JSONL, ShareGPT JSON")
-    command.add_argument(
-        "--requests",
-        type=int,
-        metavar="N",
-        help=f"how many of a workload (default {DEFAULT_REQUESTS}), or the first N of a trace (default all)",
-    )
-    command.add_argument("--seed", type=int, metavar="N", help="for drawing a workload (default 0)")
+    _add_trace(command, DEFAULT_REQUESTS)
     _add_model(command, required=False)
     command.add_argument("--memory", default="4GiB", metavar="SIZE", help="size of the arena (default 4GiB)")
     command.add_argument(
@@ -130,6 +149,19 @@ def _add_env(commands: Any) -> None:
     _add_command(commands, "env", _env, "versions, devices and backend, for a bug report")
 
 
+def _add_trace(command: argparse.ArgumentParser, requests: int) -> None:
+    source = command.add_mutually_exclusive_group()
+    source.add_argument("--workload", metavar="NAME", help=f"built-in: {', '.join(WORKLOADS)} (default sharegpt)")
+    source.add_argument("--trace", metavar="FILE", help="Azure LLM or BurstGPT CSV, Mooncake JSONL, ShareGPT JSON")
+    command.add_argument(
+        "--requests",
+        type=int,
+        metavar="N",
+        help=f"how many of a workload (default {requests}), or the first N of a trace (default all)",
+    )
+    command.add_argument("--seed", type=int, metavar="N", help="for drawing a workload (default 0)")
+
+
 def _add_model(command: argparse.ArgumentParser, required: bool) -> None:
     default = "" if required else " (default jamba-v0.1)"
     model = command.add_mutually_exclusive_group(required=required)
@@ -147,10 +179,18 @@ def _add_model(command: argparse.ArgumentParser, required: bool) -> None:
 # -- commands: each returns what is to be printed --------------------------------------------------------------------
 
 
+def _demo(arguments: argparse.Namespace) -> tuple[str, int]:
+    try:
+        from avmp.demo.command import run
+    except ImportError as error:
+        raise InvalidArgument(f"the demo needs torch: {error}") from error
+    return run(arguments, _trace(arguments, DEMO_REQUESTS, rate=1.0))
+
+
 def _replay(arguments: argparse.Namespace) -> str:
     policies = list(dict.fromkeys(arguments.policy or POLICIES))
     allocator_options = _allocator_options(arguments)
-    geometry, trace = _geometry(arguments), _trace(arguments)
+    geometry, trace = _geometry(arguments), _trace(arguments, DEFAULT_REQUESTS)
     layout = Layout.plan(geometry, arguments.memory)
     setup = setup_for(trace, layout, allocator_options, arguments.max_sequences)
     made = [make_policy(name, setup) for name in policies]
@@ -221,11 +261,11 @@ def _geometry(arguments: argparse.Namespace) -> Geometry:
     return named_model(arguments.model or "jamba-v0.1", page_tokens=page_tokens, convention=convention)
 
 
-def _trace(arguments: argparse.Namespace) -> Trace:
+def _trace(arguments: argparse.Namespace, default_requests: int, rate: float | None = None) -> Trace:
     if arguments.trace is None:
-        requests = DEFAULT_REQUESTS if arguments.requests is None else arguments.requests
-        return builtin_trace(arguments.workload or "sharegpt", requests, arguments.seed or 0)
-    if arguments.seed is not None:
+        requests = default_requests if arguments.requests is None else arguments.requests
+        return builtin_trace(arguments.workload or "sharegpt", requests, arguments.seed or 0, rate)
+    if arguments.seed is not None and rate is None:
         raise InvalidArgument("--seed is for drawing a workload; a trace is replayed as it was recorded")
     trace = read_trace(arguments.trace)
     return trace if arguments.requests is None else _beginning(trace, require_count("--requests", arguments.requests))

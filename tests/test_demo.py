@@ -1,0 +1,330 @@
+"""The demo's engine: every token against an unpaged run, whatever is admitted, forked, swapped or moved."""
+
+import json
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from avmp.cache_pool import CachePool
+from avmp.cli import main
+from avmp.demo.engine import Answer, Engine
+from avmp.demo.memories import PagedMemory, PlainMemory
+from avmp.demo.model import HybridModel, ModelShape
+from avmp.demo.requests import Request, requests_like
+from avmp.demo.sampling import draw
+from avmp.demo.unpaged import compare, compare_all
+from avmp.errors import InvalidArgument
+from avmp.options import Options
+from avmp.workloads import Trace, builtin_trace
+from tests.chaos import ChaosMigration
+
+SMALL = ModelShape(
+    pattern="MAM", vocabulary=64, hidden=32, query_heads=2, kv_heads=1, state_heads=2, state_head_dim=16, state_dim=8
+)
+PAGE_TOKENS = 4
+
+
+@pytest.fixture(autouse=True)
+def one_thread_without_gradients():
+    """One thread: the model is so small that threads would mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        yield
+    torch.set_num_threads(threads)
+
+
+def make_pool(memory: int | str, chaos: int | None = None, **keywords) -> CachePool:
+    disturbance = None if chaos is None else ChaosMigration(chaos)
+    keywords = {"max_rows": 16, "max_tokens_per_sequence": 96, "options": Options(debug=2, poison=True)} | keywords
+    return CachePool(SMALL.geometry(PAGE_TOKENS), memory, device="cpu", disturbance=disturbance, **keywords)
+
+
+def requests_of(lengths: list[tuple[int, int, int, int]]) -> list[Request]:
+    """From (arrival, prompt tokens, output tokens, samples)."""
+    random = np.random.default_rng(7)
+    return [
+        Request(number, arrival, random.integers(SMALL.vocabulary, size=prompt), output, samples)
+        for number, (arrival, prompt, output, samples) in enumerate(lengths)
+    ]
+
+
+def serve(pool: CachePool, requests: list[Request], chunk_tokens: int = 8) -> Engine:
+    engine = Engine(HybridModel(SMALL, seed=3), pool, requests, chunk_tokens, seed=5)
+    engine.run()
+    pool.check()
+    return engine
+
+
+def require_equal(engine: Engine, requests: list[Request]) -> None:
+    """Every answer of every request is there, as long as asked for, and equal to the unpaged run's."""
+    refused = {request.number for request in engine.refused}
+    wanted = {
+        (r.number, sample): r.output_tokens for r in requests if r.number not in refused for sample in range(r.samples)
+    }
+    assert {answer.order: len(answer.tokens) for answer in engine.finished} == wanted
+    compared = compare_all(HybridModel(SMALL, seed=3), engine.finished, seed=5)
+    assert compared.different == 0
+    assert compared.tokens == sum(wanted.values())
+
+
+REQUESTS = requests_of([(0, 30, 12, 1), (0, 3, 20, 3), (1, 17, 9, 1), (2, 1, 25, 1), (2, 40, 5, 2), (9, 8, 8, 4)])
+
+
+def test_roomy_memory_serves_everybody_at_once():
+    engine = serve(make_pool("4MiB"), REQUESTS)
+    require_equal(engine, REQUESTS)
+    assert engine.preemptions == 0
+    assert not engine.refused
+
+
+@pytest.mark.parametrize("chaos", [None, 0, 1])
+def test_short_memory_swaps_and_moves_and_changes_no_token(chaos):
+    pool = make_pool(40 * 1024, chaos)
+    engine = serve(pool, REQUESTS)
+    require_equal(engine, REQUESTS)
+    assert engine.preemptions > 0
+    stats = pool.stats()
+    assert stats.units_moved > 0 if chaos is None else stats.migrations + stats.retractions > 0
+    assert stats.sequences == stats.swapped == stats.pages_live == stats.slots_live == 0
+
+
+def test_triton_kernels_serve_the_same_tokens(interpreter):
+    few = requests_of([(0, 9, 3, 2), (0, 3, 4, 1), (1, 6, 3, 1)])
+    plain = serve(make_pool(24 * 1024), few)
+    engine = serve(make_pool(24 * 1024, backend="triton"), few)
+    require_equal(engine, few)
+    assert [a.tokens for a in engine.finished] == [a.tokens for a in plain.finished]
+
+
+def test_a_request_that_never_fits_is_refused_and_the_others_are_served():
+    requests = requests_of([(0, 30, 4, 1), (0, 90, 20, 1), (1, 5, 5, 1)])
+    engine = serve(make_pool("1MiB"), requests)
+    assert [request.number for request in engine.refused] == [1]
+    require_equal(engine, requests)
+
+
+def test_samples_of_one_prompt_differ_and_share_its_pages():
+    requests = requests_of([(0, 40, 12, 4)])
+    pool = make_pool("4MiB")
+    engine = Engine(HybridModel(SMALL, seed=3), pool, requests, chunk_tokens=64, seed=5)
+    engine.step()
+    assert len(engine.running) == 4
+    assert pool.stats().pages_live == 40 // PAGE_TOKENS
+    engine.run()
+    assert len({tuple(answer.tokens) for answer in engine.finished}) == 4
+    require_equal(engine, requests)
+
+
+def test_samples_that_find_no_room_read_the_prompt_again():
+    requests = requests_of([(0, 20, 6, 5), (0, 20, 6, 5)])
+    engine = serve(make_pool("1MiB", max_rows=3), requests)
+    require_equal(engine, requests)
+
+
+def test_the_same_calls_give_the_same_run():
+    first, second = (serve(make_pool(40 * 1024), REQUESTS) for _ in range(2))
+    assert first.history == second.history
+    assert first.pool.digest() == second.pool.digest()
+
+
+def test_a_wrong_token_is_found():
+    engine = serve(make_pool("4MiB"), REQUESTS[:2])
+    answer = engine.finished[0]
+    answer.tokens[4] = (answer.tokens[4] + 1) % SMALL.vocabulary
+    assert compare(HybridModel(SMALL, seed=3), answer, seed=5).different >= 1
+
+
+def test_a_wrong_byte_in_the_arena_is_found():
+    """The check is worth something: it sees one slot's state disturbed once."""
+    pool = make_pool("4MiB")
+    engine = Engine(HybridModel(SMALL, seed=3), pool, REQUESTS[:2], chunk_tokens=8, seed=5)
+    for _ in range(6):
+        engine.step()
+    pool.state(0)[1].add_(1.0)
+    engine.run()
+    assert compare_all(HybridModel(SMALL, seed=3), engine.finished, seed=5).different > 0
+
+
+# -- any schedule ----------------------------------------------------------------------------------------------------
+
+
+class Schedule:
+    """A pool with a model, driven by hand; every sequence's logits are compared with its own unpaged run."""
+
+    def __init__(self, chaos: int) -> None:
+        self.pool = make_pool(28 * 1024, chaos, max_rows=6)
+        self.model = HybridModel(SMALL, seed=3)
+        self.resident: dict[int, list[int]] = {}
+        self.swapped: dict[int, list[int]] = {}
+        self.random = np.random.default_rng(chaos)
+
+    def admit(self) -> None:
+        if self.pool.fits("admit", [0]):
+            self.resident[int(self.pool.admit([0])[0])] = []
+
+    def step(self, tokens_each: list[int]) -> None:
+        rows = {
+            handle: self.random.integers(SMALL.vocabulary, size=count).tolist()
+            for (handle, tokens), count in zip(self.resident.items(), tokens_each, strict=False)
+            if count and len(tokens) + count <= self.pool.max_tokens_per_sequence
+        }
+        counts = [len(new) for new in rows.values()]
+        if not rows or not self.pool.fits("extend", list(rows), counts):
+            return
+        self.pool.extend(list(rows), counts)
+        memory = PagedMemory(self.pool, list(rows))
+        logits = self.model.forward(torch.tensor([token for new in rows.values() for token in new]), memory)
+        for (handle, new), got in zip(rows.items(), logits, strict=True):
+            self.resident[handle] = tokens = self.resident[handle] + new
+            wanted = self.model.forward(torch.tensor(tokens), PlainMemory(len(tokens)))[0]
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+    def fork(self, which: int) -> None:
+        handle = self._pick(self.resident, which)
+        if handle is not None and self.pool.fits("fork", handle, 1):
+            self.resident[int(self.pool.fork(handle, 1)[0])] = list(self.resident[handle])
+
+    def preempt(self, which: int) -> None:
+        handle = self._pick(self.resident, which)
+        if handle is not None:
+            self.swapped[int(self.pool.swap_out([handle])[0])] = self.resident.pop(handle)
+
+    def resume(self, which: int) -> None:
+        handle = self._pick(self.swapped, which)
+        if handle is not None and self.pool.fits("swap_in", [handle]):
+            self.resident[int(self.pool.swap_in([handle])[0])] = self.swapped.pop(handle)
+
+    def release(self, which: int) -> None:
+        handle = self._pick(self.resident, which)
+        if handle is not None:
+            self.pool.release([handle])
+            del self.resident[handle]
+
+    @staticmethod
+    def _pick(handles: dict[int, list[int]], which: int) -> int | None:
+        return list(handles)[which % len(handles)] if handles else None
+
+
+WHICH = st.integers(0, 5)
+MOVES: st.SearchStrategy[tuple[str, tuple]] = st.one_of(
+    st.tuples(st.just("admit"), st.just(())),
+    st.tuples(st.just("step"), st.tuples(st.lists(st.integers(0, 9), min_size=6, max_size=6))),
+    *(st.tuples(st.just(name), st.tuples(WHICH)) for name in ("fork", "preempt", "resume", "release")),
+)
+
+
+def run_schedule(moves: list[tuple[str, tuple]], chaos: int) -> None:
+    schedule = Schedule(chaos)
+    for name, arguments in [("admit", ()), ("step", ([5] * 6,)), *moves, ("step", ([1] * 6,))]:
+        action: Callable[..., None] = getattr(schedule, name)
+        action(*arguments)
+    schedule.pool.flush()
+    schedule.pool.check()
+
+
+@given(st.lists(MOVES, max_size=25), st.integers(0, 3))
+@settings(max_examples=25)
+def test_any_schedule_gives_every_sequence_its_own_logits(moves, chaos):
+    with torch.inference_mode():
+        run_schedule(moves, chaos)
+
+
+@pytest.mark.slow
+@given(st.lists(MOVES, min_size=20, max_size=120), st.integers(0, 1000))
+@settings(max_examples=150)
+def test_any_long_schedule_gives_every_sequence_its_own_logits(moves, chaos):
+    with torch.inference_mode():
+        run_schedule(moves, chaos)
+
+
+# -- the parts -------------------------------------------------------------------------------------------------------
+
+
+def test_requests_follow_the_trace():
+    trace = Trace("t", np.array([0.0, 1.0, 3.0, 4.0]), np.array([80, 8, 1, 17]), np.array([16, 7, 0, 9]))
+    made = requests_like(trace, vocabulary=10, shrink=8, requests_per_step=0.5, samples=3, seed=0)
+    assert [len(request.prompt) for request in made] == [10, 1, 1, 2]
+    assert [request.output_tokens for request in made] == [2, 1, 1, 1]
+    assert [request.arrival for request in made] == [0, 2, 6, 8]
+    assert [request.samples for request in made] == [1, 1, 1, 3]
+    again = requests_like(trace, vocabulary=10, shrink=8, requests_per_step=0.5, samples=3, seed=0)
+    assert all(np.array_equal(a.prompt, b.prompt) for a, b in zip(made, again, strict=True))
+
+
+@pytest.mark.parametrize("wrong", [{"shrink": 0}, {"samples": 0}, {"requests_per_step": 0.0}])
+def test_bad_numbers_are_refused(wrong):
+    trace = builtin_trace("sharegpt", 4, 0)
+    good = {"vocabulary": 10, "shrink": 1, "requests_per_step": 1.0, "samples": 1, "seed": 0}
+    with pytest.raises(InvalidArgument, match="expected"):
+        requests_like(trace, **good | wrong)
+
+
+def test_draws_follow_the_softmax():
+    logits = np.log(np.array([0.7, 0.2, 0.1], dtype=np.float32))
+    drawn = np.bincount([draw(logits, 0, 0, 0, position) for position in range(4000)], minlength=3) / 4000
+    assert np.abs(drawn - [0.7, 0.2, 0.1]).max() < 0.03
+    assert draw(logits, 0, 1, 2, 3) == draw(logits, 0, 1, 2, 3)
+
+
+def test_a_pattern_has_two_letters():
+    with pytest.raises(InvalidArgument, match="'MXA'"):
+        ModelShape(pattern="MXA")
+
+
+def test_an_answer_knows_what_comes_next():
+    answer = Answer(Request(0, 0, np.arange(10), 4, 1))
+    assert answer.upcoming(4) == [0, 1, 2, 3]
+    answer.kept = 10
+    answer.tokens = [7, 8]
+    assert not answer.prefilling
+    assert answer.upcoming(0) == [8]
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+COMMAND = ["demo", "--requests", "12", "--shrink", "16", "--memory", "512KiB", "--longest", "160"]
+
+
+def test_the_command_prints_a_table_and_the_verdict(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "memory.png"
+    assert main([*COMMAND, "--plot", str(picture)]) == 0
+    printed = capsys.readouterr().out
+    assert "tokens equal to an unpaged run: yes" in printed
+    assert "| requests served" in printed
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_prints_json(capsys):
+    assert main([*COMMAND, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["requests"] + result["refused"] == 12
+    assert result["equal"] is True
+    assert result["tokens_served"] == result["compared"][0]
+
+
+def test_the_command_fails_where_a_token_differs(capsys, monkeypatch):
+    monkeypatch.setattr("avmp.demo.unpaged.noise", lambda *where: np.zeros(where[-1]))
+    assert main(COMMAND) == 1
+    assert "tokens equal to an unpaged run: NO" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shrink", "0"], "shrink is 0"),
+        (["--memory", "1KiB"], "arena"),
+        (["--device", "nowhere"], "device"),
+        (["--chunk-tokens", "0"], "chunk"),
+    ],
+)
+def test_the_command_complains_in_one_line(arguments, message, capsys):
+    assert main([*COMMAND, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
