@@ -18,6 +18,11 @@ INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter, on CPU tensors. TRITON_INTERPRET decides when kernels are defined:
 setting it later changes nothing."""
 
+if INTERPRETED:
+    from avmp.kernels.interpreter import mend_scalar_comparisons
+
+    mend_scalar_comparisons()
+
 GRID_X_LIMIT = 2**31 - 1
 GRID_YZ_LIMIT = 65_535
 """The most programs along an axis. A count that a user controls goes on axis 0."""

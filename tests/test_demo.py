@@ -1,6 +1,9 @@
 """The demo's engine: every token against an unpaged run, whatever is admitted, forked, swapped or moved."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -298,6 +301,17 @@ def test_the_command_prints_a_table_and_the_verdict(capsys, tmp_path):
     assert "tokens equal to an unpaged run: yes" in printed
     assert "| requests served" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_runs_the_kernels_in_triton_s_own_interpreter(repository):
+    """As users start it: nothing of the tests' interpreter is there."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    few = ["--requests", "2", "--shrink", "64", "--requests-per-step", "2", "--backend", "triton", "--device", "cpu"]
+    command = [sys.executable, "-m", "avmp", "demo", *few]
+    done = subprocess.run(command, cwd=repository, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "triton backend on cpu" in done.stdout
+    assert "tokens equal to an unpaged run: yes" in done.stdout
 
 
 def test_the_command_prints_json(capsys):

@@ -84,15 +84,13 @@ def sections(options: argparse.Namespace, record: Any) -> list[Any]:
     import torch
 
     from avmp.environment import collect
-    from bench.gpu import bandwidth, correctness, counts, decode, interpreter
+    from bench.gpu import bandwidth, correctness, counts, decode
     from bench.gpu.problems import Bench
     from bench.gpu.timing import Sensors, Timer
     from bench.records import machine
 
     device = torch.device("cpu" if options.dry_run else f"cuda:{torch.cuda.current_device()}")
     properties = None if options.dry_run else torch.cuda.get_device_properties(device)
-    if options.dry_run:
-        interpreter.mend()
     sensors = Sensors(str(properties.uuid) if properties else None)
     bench = Bench(device, options.dry_run, Timer(device, sensors, options.dry_run))
     compilations = None if options.dry_run else counts.Compilations()

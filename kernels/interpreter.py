@@ -1,4 +1,4 @@
-"""Triton's interpreter as a dry run needs it."""
+"""What Triton's interpreter needs to run our kernels as a GPU does; nothing of it touches compiled code."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import numpy as np
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-MENDED = "avmp_bench_mended"
+_MENDED = "avmp_mended"
 
 
-def mend() -> None:
-    """Makes the result of comparing two scalars a truth value: it keeps the type of the scalars, and is no valid mask
-    then. Does nothing the second time."""
-    if getattr(InterpreterBuilder, MENDED, False):
+def mend_scalar_comparisons() -> None:
+    """Makes the comparison of two scalars a truth value. In the interpreter of triton 3.9 it keeps the type of the
+    scalars, and ``block_of_truth & scalar_truth`` is then no valid mask. Does nothing the second time."""
+    if getattr(InterpreterBuilder, _MENDED, False):
         return
     stock = InterpreterBuilder.binary_op
 
@@ -23,4 +23,4 @@ def mend() -> None:
         return TensorHandle(result.data, tl.int1) if result.data.dtype == np.bool_ else result
 
     InterpreterBuilder.binary_op = binary_op
-    setattr(InterpreterBuilder, MENDED, True)
+    setattr(InterpreterBuilder, _MENDED, True)
