@@ -19,9 +19,9 @@ INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 setting it later changes nothing."""
 
 if INTERPRETED:
-    from avmp.kernels.interpreter import mend_scalar_comparisons
+    from avmp.kernels.interpreter import install
 
-    mend_scalar_comparisons()
+    install()
 
 GRID_X_LIMIT = 2**31 - 1
 GRID_YZ_LIMIT = 65_535

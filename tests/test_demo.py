@@ -17,10 +17,12 @@ from avmp.cli import main
 from avmp.demo.engine import Answer, Engine
 from avmp.demo.memories import PagedMemory, PlainMemory
 from avmp.demo.model import HybridModel, ModelShape
+from avmp.demo.report import result_of
 from avmp.demo.requests import Request, requests_like
 from avmp.demo.sampling import draw
-from avmp.demo.unpaged import compare, compare_all
-from avmp.errors import InvalidArgument
+from avmp.demo.unpaged import Comparison, compare, compare_all
+from avmp.errors import ArenaTooSmall, InvalidArgument
+from avmp.layout import Layout
 from avmp.options import Options
 from avmp.workloads import Trace, builtin_trace
 from tests.chaos import ChaosMigration
@@ -111,6 +113,37 @@ def test_a_request_that_never_fits_is_refused_and_the_others_are_served():
     require_equal(engine, requests)
 
 
+@pytest.mark.parametrize(("memory", "longest"), [("1MiB", 16), (None, 96)])
+def test_a_request_that_fits_to_the_last_token_is_served(memory, longest):
+    """Its last token is never fed back: there need be no room for it."""
+    if memory is None:  # an arena for exactly four pages and a slot
+        geometry = SMALL.geometry(PAGE_TOKENS)
+        memory = next(
+            size
+            for size in range(4096, 2**20, 256)
+            if possible(lambda size=size: Layout.plan(geometry, size).max_sequences(16))
+        )
+        longest = 16
+    requests = requests_of([(0, 16, 1, 1), (0, 3, 2, 1)])
+    engine = serve(make_pool(memory, max_tokens_per_sequence=longest), requests)
+    assert not engine.refused
+    require_equal(engine, requests)
+
+
+def possible(count: Callable[[], int]) -> bool:
+    try:
+        return count() > 0
+    except ArenaTooSmall:
+        return False
+
+
+def test_idle_time_is_skipped():
+    requests = requests_of([(0, 3, 2, 1), (10**8, 3, 2, 1)])
+    engine = serve(make_pool("1MiB"), requests)
+    require_equal(engine, requests)
+    assert len(engine.history) < 10 < 10**8 < engine.steps
+
+
 def test_samples_of_one_prompt_differ_and_share_its_pages():
     requests = requests_of([(0, 40, 12, 4)])
     pool = make_pool("4MiB")
@@ -143,7 +176,7 @@ def test_a_wrong_token_is_found():
 
 
 def test_a_wrong_byte_in_the_arena_is_found():
-    """The check is worth something: it sees one slot's state disturbed once."""
+    """The check is worth something: it sees one layer's states disturbed once."""
     pool = make_pool("4MiB")
     engine = Engine(HybridModel(SMALL, seed=3), pool, REQUESTS[:2], chunk_tokens=8, seed=5)
     for _ in range(6):
@@ -274,6 +307,21 @@ def test_draws_follow_the_softmax():
     assert draw(logits, 0, 1, 2, 3) == draw(logits, 0, 1, 2, 3)
 
 
+def test_a_result_without_all_its_tokens_is_not_equal():
+    engine = serve(make_pool("4MiB"), REQUESTS[:2])
+    compared = compare_all(HybridModel(SMALL, seed=3), engine.finished, seed=5)
+    assert result_of(engine, 1.0, compared).equal
+    assert not result_of(engine, 1.0, compared._replace(tokens=compared.tokens - 1)).equal
+    assert not result_of(engine, 1.0, Comparison(0, 0, 0)).equal
+
+
+def test_a_nan_differs(monkeypatch):
+    engine = serve(make_pool("4MiB"), REQUESTS[:1])
+    model = HybridModel(SMALL, seed=3)
+    model.head[0, 5] = float("nan")
+    assert compare(model, engine.finished[0], seed=5).different == 12
+
+
 def test_a_pattern_has_two_letters():
     with pytest.raises(InvalidArgument, match="'MXA'"):
         ModelShape(pattern="MXA")
@@ -319,7 +367,7 @@ def test_the_command_prints_json(capsys):
     result = json.loads(capsys.readouterr().out)
     assert result["requests"] + result["refused"] == 12
     assert result["equal"] is True
-    assert result["tokens_served"] == result["compared"][0]
+    assert result["tokens_wanted"] == result["compared"][0] > 0
 
 
 def test_the_command_fails_where_a_token_differs(capsys, monkeypatch):
@@ -334,6 +382,11 @@ def test_the_command_fails_where_a_token_differs(capsys, monkeypatch):
         (["--shrink", "0"], "shrink is 0"),
         (["--memory", "1KiB"], "arena"),
         (["--device", "nowhere"], "device"),
+        (["--device", "meta"], "device"),
+        (["--plot", "nowhere/memory.png"], "folder"),
+        (["--plot", "memory.xyz"], ".png"),
+        (["--seed", "1" * 23], "seed"),
+        (["--requests-per-step", "1e-30"], "requests per step"),
         (["--chunk-tokens", "0"], "chunk"),
     ],
 )

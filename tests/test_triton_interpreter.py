@@ -1,6 +1,9 @@
 """The corrected interpreter against torch: if it computed wrongly, every other test of a kernel would mean less."""
 
 import itertools
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -190,3 +193,17 @@ def test_programs_run_in_the_order_asked_for() -> None:
     assert all(a != b for a, b in itertools.combinations(logs.values(), 2))
     with pytest.raises(ValueError, match="forward, reverse, shuffle"), program_order("backward"):
         pass
+
+
+@pytest.mark.parametrize("interpreted", ["1", "0"])
+def test_who_runs_kernels_in_the_interpreter_has_the_corrections(repository, interpreted):
+    """Users too, and nobody else."""
+    program = """
+import avmp.kernels.launch
+from triton.runtime import interpreter
+print(hasattr(interpreter, "avmp_corrections"))
+"""
+    environment = dict(os.environ, TRITON_INTERPRET=interpreted)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=repository, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(interpreted == "1")

@@ -29,13 +29,15 @@ PAGE_TOKENS = 16
 def run(arguments: argparse.Namespace, trace: Trace) -> tuple[str, int]:
     """What is to be printed, and the exit code: 1 if a token differs from the unpaged run."""
     if arguments.plot:
-        require_plots()
+        require_plots(Path(arguments.plot))
     seed, shape = arguments.seed or 0, ModelShape()
+    if not 0 <= seed < 2**63:
+        raise InvalidArgument(f"--seed {seed}: expected 0 to 2**63 - 1")
     requests = requests_like(
         trace, shape.vocabulary, arguments.shrink, arguments.requests_per_step, arguments.samples, seed
     )
     device = _device(arguments.device)
-    if device.type == "cpu":
+    if device.type == "cpu" and arguments.backend == "triton":
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, which only its backend does
     pool = CachePool(
         shape.geometry(PAGE_TOKENS),
@@ -82,7 +84,7 @@ def _one_thread() -> Iterator[None]:
 def _device(name: str | None) -> torch.device:
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:  # a torch built without CUDA asserts
         raise InvalidArgument(f"device {name!r}: {str(error).splitlines()[0]}") from error
     return device

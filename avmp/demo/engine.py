@@ -19,7 +19,7 @@ from avmp.demo.memories import PagedMemory
 from avmp.demo.model import HybridModel
 from avmp.demo.requests import Request
 from avmp.demo.sampling import draw
-from avmp.errors import OutOfMemory
+from avmp.errors import Inconsistent, OutOfMemory
 from avmp.geometry import require_count
 
 
@@ -54,7 +54,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class Moment:
-    """One step as the report shows it. Bytes are those of all lanes; ``slots_extent`` is where the boundary is."""
+    """One step as the report shows it. Bytes are those of all lanes; ``slots_extent_bytes`` is where the states' side
+    ends. ``retractions`` counts those that moved live units too."""
 
     step: int
     running: int
@@ -64,7 +65,7 @@ class Moment:
     slot_bytes: int
     slots_extent_bytes: int
     pages_extent_bytes: int
-    migrations: int
+    retractions: int
     bytes_moved: int
 
 
@@ -77,6 +78,7 @@ class Engine:
         require_count("chunk_tokens", chunk_tokens)
         self.model, self.pool, self.seed = model, pool, seed
         self.chunk_tokens = chunk_tokens
+        self.requests = requests
         self.upcoming = deque(sorted(requests, key=lambda request: (request.arrival, request.number)))
         self.waiting: deque[Answer] = deque()
         self.running: list[Answer] = []
@@ -96,12 +98,16 @@ class Engine:
         """One step of the batch; False if there is nothing left to do."""
         if not (self.upcoming or self.waiting or self.running or self.swapped):
             return False
+        if not (self.waiting or self.running or self.swapped):
+            self.steps = max(self.steps, self.upcoming[0].arrival)  # idle until somebody comes
         self._arrive()
         self._resume()
         self._admit()
         chosen = self._grow()
         if chosen:
             self._compute(chosen)
+        elif self.waiting or self.swapped:
+            raise Inconsistent("nobody runs, and who waits was found possible but does not fit into empty memory")
         self.steps += 1
         self._take_stock()
         return True
@@ -130,7 +136,10 @@ class Engine:
 
     def _admit(self) -> None:
         """Answers whose whole prompt fits now, unless somebody who came before them still waits for memory."""
-        while self.waiting and not self.swapped and self.pool.fits("admit", [len(self.waiting[0].request.prompt) + 1]):
+        while self.waiting and not self.swapped:
+            request = self.waiting[0].request
+            if not self.pool.fits("admit", [min(len(request.prompt) + 1, request.tokens)]):
+                break
             answer = self.waiting.popleft()
             answer.handle = int(self.pool.admit([0])[0])
             self.running.append(answer)
@@ -206,7 +215,7 @@ class Engine:
                 slot_bytes=stats.slots_live * layout.slot_total_bytes,
                 slots_extent_bytes=stats.slots_extent * layout.slot_total_bytes,
                 pages_extent_bytes=stats.pages_extent * layout.page_total_bytes,
-                migrations=stats.migrations + stats.retractions,
+                retractions=stats.migrations + stats.retractions,
                 bytes_moved=stats.bytes_moved,
             )
         )

@@ -27,7 +27,7 @@ class DemoResult:
     answers: int
     steps: int
     tokens_computed: int
-    tokens_served: int
+    tokens_wanted: int
     seconds: float
     preemptions: int
     most_running: int
@@ -43,8 +43,8 @@ class DemoResult:
 
     @property
     def equal(self) -> bool:
-        """Whether every token that was served is what an unpaged run produces."""
-        return self.compared.different == 0 and self.compared.tokens == self.tokens_served
+        """Whether every token that was asked for is there, and is what an unpaged run produces."""
+        return self.compared.different == 0 and self.compared.tokens == self.tokens_wanted
 
 
 def result_of(engine: Engine, seconds: float, compared: Comparison) -> DemoResult:
@@ -57,7 +57,7 @@ def result_of(engine: Engine, seconds: float, compared: Comparison) -> DemoResul
         answers=len(engine.finished),
         steps=engine.steps,
         tokens_computed=engine.tokens_computed,
-        tokens_served=sum(len(answer.tokens) for answer in engine.finished),
+        tokens_wanted=sum(one.output_tokens * one.samples for one in engine.requests if one not in engine.refused),
         seconds=seconds,
         preemptions=engine.preemptions,
         most_running=max((moment.running for moment in history), default=0),
@@ -89,7 +89,7 @@ def live_line(stream: TextIO, arena_bytes: int) -> Callable[[Moment], None] | No
         print(
             f"\rstep {moment.step}: {moment.running} running, {moment.waiting} waiting, {moment.swapped} swapped out; "
             + ", ".join(f"{name} {value:.0%}" for name, value in share.items())
-            + f"; {moment.migrations} retractions\x1b[K",
+            + f"; {moment.retractions} retractions\x1b[K",
             end="",
             file=stream,
             flush=True,
@@ -115,7 +115,8 @@ def format_result(result: DemoResult) -> str:
         ("tail pages copied", f"{result.tail_copies:,}"),
         ("peak use", f"{result.peak_used_bytes / result.arena_bytes:.1%} of {format_bytes(result.arena_bytes)}"),
     ]
-    verdict = "yes" if result.equal else f"NO, {result.compared.different:,} differ"
+    wrong = result.compared.different + result.tokens_wanted - result.compared.tokens
+    verdict = "yes" if result.equal else f"NO, {wrong:,} differ or are missing"
     return "\n".join(
         [
             format_table(["", "value"], rows),
@@ -125,10 +126,12 @@ def format_result(result: DemoResult) -> str:
     )
 
 
-def require_plots() -> None:
-    """Raises InvalidArgument where matplotlib is not installed."""
+def require_plots(path: Path) -> None:
+    """Raises InvalidArgument where matplotlib is not installed, or the picture could not be written."""
     if find_spec("matplotlib") is None:
         raise InvalidArgument("--plot needs matplotlib; install the bench extra: pip install '.[bench]'")
+    if path.suffix != ".png" or not path.parent.is_dir():
+        raise InvalidArgument(f"--plot {path}: expected a name that ends in .png, in a folder that exists")
 
 
 def draw_memory(history: list[Moment], arena_bytes: int, path: Path) -> None:

@@ -10,8 +10,11 @@ from numpy.typing import NDArray
 from avmp.errors import InvalidArgument
 from avmp.workloads import Trace
 
+MOST_STEPS = 10**9
+"""Until the last request arrives; idle steps cost nothing."""
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Request:
     """``samples`` answers of ``output_tokens`` tokens each to one prompt, asked for in step ``arrival``."""
 
@@ -36,8 +39,10 @@ def requests_like(
     for name, value in (("shrink", shrink), ("samples", samples)):
         if value < 1:
             raise InvalidArgument(f"{name} is {value}: expected at least 1")
-    if not 0 < requests_per_step < float("inf"):
-        raise InvalidArgument(f"{requests_per_step} requests per step: expected more than 0")
+    if not len(trace) / MOST_STEPS <= requests_per_step < float("inf"):
+        raise InvalidArgument(
+            f"{requests_per_step} requests per step: expected more, for an end within {MOST_STEPS} steps"
+        )
     times = trace.arrival_seconds - trace.arrival_seconds[0]
     span = times[-1] or 1.0
     arrivals = (times / span * (len(trace) / requests_per_step)).astype(np.int64)

@@ -37,8 +37,8 @@ def compare(model: HybridModel, answer: Answer, seed: int) -> Comparison:
     number, sample, vocabulary = answer.request.number, answer.sample, model.shape.vocabulary
     scores = logits + np.stack([noise(seed, number, sample, at, vocabulary) for at in range(len(answer.tokens))])
     behind = scores.max(1) - scores[np.arange(len(scores)), answer.tokens]
-    different = int((behind > ROUNDING).sum())
-    return Comparison(len(scores), different, int((behind > 0).sum()) - different)
+    different = int((~(behind <= ROUNDING)).sum())  # so that a NaN is different
+    return Comparison(len(scores), different, int((~(behind <= 0)).sum()) - different)
 
 
 def compare_all(model: HybridModel, answers: list[Answer], seed: int) -> Comparison:
