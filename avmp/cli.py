@@ -1,4 +1,4 @@
-"""The command line: ``python -m avmp demo``, ``replay``, ``plan`` and ``env``.
+"""The command line: ``python -m avmp demo``, ``replay``, ``serve-sim``, ``plan`` and ``env``.
 
 What is asked for goes to stdout, as a whole and only if all went well; everything else goes to stderr. Exit codes:
 0, 1 (a gate failed), 2 (bad usage or input, said in one line).
@@ -12,8 +12,9 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NoReturn
+
+import numpy as np
 
 from avmp import __version__, options
 from avmp.baselines import POLICIES, make_policy
@@ -24,11 +25,15 @@ from avmp.named_models import named_model
 from avmp.plan import format_plan, plan_memory
 from avmp.progress import progress_on
 from avmp.replay import ReplayResult, best_static, format_results, replay, setup_for
+from avmp.serving import command as serving
+from avmp.serving.arrivals import take
+from avmp.serving.planning import format_serving_plan
 from avmp.units import format_bytes
 from avmp.workloads import WORKLOADS, Trace, builtin_trace, read_trace
 
 DEFAULT_REQUESTS = 4000
 DEMO_REQUESTS = 400
+PLAN_REQUESTS = 1000
 _BAD_INPUT = 2
 
 
@@ -85,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_demo(commands)
     _add_replay(commands)
+    _add_serve(commands)
     _add_plan(commands)
     _add_env(commands)
     return parser
@@ -139,19 +145,37 @@ def _add_replay(commands: Any) -> None:
     options.add_arguments(command)
 
 
+def _add_serve(commands: Any) -> None:
+    command = _add_command(
+        commands, "serve-sim", _serve, "serve requests in simulated time under memory policies, side by side"
+    )
+    _add_trace(command, DEFAULT_REQUESTS, serving.WORKLOAD_NAMES)
+    _add_model(command, required=False, convention="vllm")
+    serving.add_device_arguments(command)
+    serving.add_arguments(command)
+    options.add_arguments(command)
+
+
 def _add_plan(commands: Any) -> None:
-    command = _add_command(commands, "plan", _plan, "what fits into an arena, under avmp's rule and under others'")
+    command = _add_command(
+        commands, "plan", _plan, "what fits into an arena, and what a server makes of it, under avmp's rule and others'"
+    )
     _add_model(command, required=True)
-    command.add_argument("--memory", required=True, metavar="SIZE", help="size of the arena, such as 8GiB")
+    command.add_argument(
+        "--memory", metavar="SIZE", help="size of the arena, such as 8GiB (default with a device: what weights leave)"
+    )
+    command.add_argument("--plot", metavar="FILE", help="draw what to expect of a server to a PNG; needs a device")
+    _add_trace(command, PLAN_REQUESTS, serving.WORKLOAD_NAMES)
+    serving.add_device_arguments(command, "--device-memory")
 
 
 def _add_env(commands: Any) -> None:
     _add_command(commands, "env", _env, "versions, devices and backend, for a bug report")
 
 
-def _add_trace(command: argparse.ArgumentParser, requests: int) -> None:
+def _add_trace(command: argparse.ArgumentParser, requests: int, workloads: Sequence[str] = tuple(WORKLOADS)) -> None:
     source = command.add_mutually_exclusive_group()
-    source.add_argument("--workload", metavar="NAME", help=f"built-in: {', '.join(WORKLOADS)} (default sharegpt)")
+    source.add_argument("--workload", metavar="NAME", help=f"built-in: {', '.join(workloads)} (default sharegpt)")
     source.add_argument("--trace", metavar="FILE", help="Azure LLM or BurstGPT CSV, Mooncake JSONL, ShareGPT JSON")
     command.add_argument(
         "--requests",
@@ -162,7 +186,7 @@ def _add_trace(command: argparse.ArgumentParser, requests: int) -> None:
     command.add_argument("--seed", type=int, metavar="N", help="for drawing a workload (default 0)")
 
 
-def _add_model(command: argparse.ArgumentParser, required: bool) -> None:
+def _add_model(command: argparse.ArgumentParser, required: bool, convention: str = "transformers") -> None:
     default = "" if required else " (default jamba-v0.1)"
     model = command.add_mutually_exclusive_group(required=required)
     model.add_argument("--model", metavar="NAME", help=f"a named model{default}")
@@ -170,9 +194,9 @@ def _add_model(command: argparse.ArgumentParser, required: bool) -> None:
     command.add_argument("--page-tokens", type=int, default=16, metavar="N", help="tokens per KV page (default 16)")
     command.add_argument(
         "--convention",
-        default="transformers",
+        default=convention,
         metavar="NAME",
-        help=f"whose state shapes and dtypes: {' or '.join(CONVENTIONS)} (default transformers)",
+        help=f"whose state shapes and dtypes: {' or '.join(CONVENTIONS)} (default {convention})",
     )
 
 
@@ -238,9 +262,42 @@ def _as_json(arguments: argparse.Namespace, trace: Trace, layout: Layout, result
     )
 
 
+def _serve(arguments: argparse.Namespace) -> str:
+    trace = _workload(arguments, DEFAULT_REQUESTS)
+    return serving.run(arguments, _geometry(arguments), trace, _allocator_options(arguments))
+
+
+def _workload(arguments: argparse.Namespace, requests: int) -> Trace:
+    """A trace for a server, which knows more workloads. With a rate, a seed serves to draw arrivals that a recorded
+    trace does not have."""
+    rates = getattr(arguments, "rate", None) if arguments.trace else None
+    return serving.extra_workload(arguments, requests) or _trace(arguments, requests, rates and rates[0])
+
+
 def _plan(arguments: argparse.Namespace) -> str:
-    plan = plan_memory(_geometry(arguments), arguments.memory)
-    return _json(plan.as_dict()) if arguments.json else format_plan(plan)
+    """What fits; with a device, also what its server would get done."""
+    geometry = _geometry(arguments)
+    if not _names_a_device(arguments):
+        if arguments.memory is None:
+            raise InvalidArgument("plan needs --memory, the size of the arena, or --device, whose rest it is")
+        plan = plan_memory(geometry, arguments.memory)
+        return _json(plan.as_dict()) if arguments.json else format_plan(plan)
+    expected = serving.plan(arguments, geometry, _workload(arguments, PLAN_REQUESTS))
+    plan = plan_memory(expected.server.model.rank_geometry, expected.server.layout.arena_bytes)
+    if arguments.json:
+        return _json(plan.as_dict() | {"serving": expected.as_dict()})
+    return f"{format_plan(plan)}\n\n{format_serving_plan(expected)}"
+
+
+def _names_a_device(arguments: argparse.Namespace) -> bool:
+    """Whether a server is asked about. What only a server needs is refused without one."""
+    if arguments.device is not None or arguments.device_memory is not None:
+        return True
+    figures = ("bandwidth", "flops", "workload", "trace", "requests", "seed", "parameters", "plot")
+    given = [name for name in figures if getattr(arguments, name) is not None]
+    if given:
+        raise InvalidArgument(f"--{given[0]} is about a server; name its --device, or give all figures of one")
+    return False
 
 
 def _env(arguments: argparse.Namespace) -> str:
@@ -268,18 +325,9 @@ def _trace(arguments: argparse.Namespace, default_requests: int, rate: float | N
     if arguments.seed is not None and rate is None:
         raise InvalidArgument("--seed is for drawing a workload; a trace is replayed as it was recorded")
     trace = read_trace(arguments.trace)
-    return trace if arguments.requests is None else _beginning(trace, require_count("--requests", arguments.requests))
-
-
-def _beginning(trace: Trace, requests: int) -> Trace:
-    """The first requests of a trace."""
-    return replace(
-        trace,
-        arrival_seconds=trace.arrival_seconds[:requests],
-        prompt_tokens=trace.prompt_tokens[:requests],
-        output_tokens=trace.output_tokens[:requests],
-        block_hashes=trace.block_hashes and trace.block_hashes[:requests],
-    )
+    if arguments.requests is None:
+        return trace
+    return take(trace, np.arange(min(require_count("--requests", arguments.requests), len(trace))))
 
 
 def _allocator_options(arguments: argparse.Namespace) -> options.Options:

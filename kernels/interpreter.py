@@ -97,24 +97,25 @@ def rounded(data: np.ndarray) -> TensorHandle:
 
 
 def correct_arithmetic() -> None:
-    stock = {name: getattr(InterpreterBuilder, name) for name in ("binary_op", "unary_op", "ternary_op")}
+    binary_impl, unary_impl = InterpreterBuilder.binary_op, InterpreterBuilder.unary_op
+    ternary_impl = InterpreterBuilder.ternary_op
 
     def binary_op(self: Any, lhs: TensorHandle, rhs: TensorHandle, op: Callable[..., Any]) -> TensorHandle:
         if is_bfloat16(lhs) or is_bfloat16(rhs):
             return rounded(op(widened(lhs).data, widened(rhs).data))
-        result = stock["binary_op"](self, lhs, rhs, op)
+        result = binary_impl(self, lhs, rhs, op)
         # A truth value with the type of the operands would be widened to it, and could not be a mask any more.
         return TensorHandle(result.data, tl.int1) if result.data.dtype == np.bool_ else result
 
     def unary_op(self: Any, argument: TensorHandle, op: Callable[..., Any]) -> TensorHandle:
         if is_bfloat16(argument):
             return rounded(op(widened(argument).data))
-        return stock["unary_op"](self, argument, op)
+        return unary_impl(self, argument, op)
 
     def ternary_op(self: Any, a: TensorHandle, b: TensorHandle, c: TensorHandle, op: Any) -> TensorHandle:
         if op is not np.where and is_bfloat16(a):
             return rounded(op(*(widened(handle).data for handle in (a, b, c))))
-        return stock["ternary_op"](self, a, b, c, op)
+        return ternary_impl(self, a, b, c, op)
 
     for function in (binary_op, unary_op, ternary_op):
         setattr(InterpreterBuilder, function.__name__, function)

@@ -16,6 +16,10 @@ from avmp.cli import main
 from avmp.options import markdown_table
 from avmp.schemas import OPERATIONS
 from bench.policy import readme_table
+from bench.serving.grid import grid
+from bench.serving.record import load
+from bench.serving.report import Study
+from bench.serving.report import readme_table as serving_table
 
 
 def block(repository: Path, marker: str) -> str:
@@ -112,6 +116,11 @@ def test_the_table_of_options_is_complete(repository: Path) -> None:
 def test_the_table_of_costs_is_the_recorded_one(repository: Path) -> None:
     lines = (repository / "bench" / "results" / "policy.jsonl").read_text(encoding="utf-8").splitlines()
     assert block(repository, "costs") == readme_table([json.loads(line) for line in lines]) + "\n"
+
+
+def test_the_table_of_the_serving_study_is_the_recorded_one(repository: Path) -> None:
+    found = load(repository / "bench" / "results" / "serving.jsonl")
+    assert block(repository, "serving study") == serving_table(Study(found, grid()[0].requests)) + "\n"
 
 
 def test_the_readme_names_files_that_exist(repository: Path) -> None:

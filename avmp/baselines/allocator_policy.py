@@ -34,10 +34,23 @@ class AllocatorPolicy:
             max_tokens_per_sequence=max(self.longest_tokens, 1),
             options=self._options,
         )
+        # Its statistics count everything there is, which takes longer than a step.
+        self._space = self.allocator._ledger.space
 
-    def fits(self, token_counts: IntArray) -> bool:
-        """Whether ``admit(token_counts)`` would succeed now."""
-        return self.allocator.fits("admit", token_counts)
+    @property
+    def moved_bytes(self) -> int:
+        """What has been relocated so far."""
+        return self._space.counters.bytes_moved
+
+    def fits(self, token_counts: IntArray, spare_tokens: int = 0) -> bool:
+        """Whether ``admit(token_counts)`` would succeed now and leave room for ``spare_tokens`` more tokens."""
+        if not self.allocator.fits("admit", token_counts):
+            return False
+        if not spare_tokens:
+            return True
+        tokens = [*np.asarray(token_counts).tolist(), spare_tokens]
+        pages = sum(self.layout.pages_per_sequence(count) for count in tokens)
+        return self._space.possible(pages, len(token_counts) * self.layout.has_slots)
 
     def admit(self, token_counts: IntArray) -> IntArray:
         """New sequences; their handles. Raises PolicyFull."""
@@ -70,11 +83,13 @@ class AllocatorPolicy:
 
     def used_bytes(self) -> dict[str, int]:
         """Bytes held at present, by kind."""
-        statistics = self.allocator.stats()
-        return {
-            "kv": statistics.pages_live * self.layout.page_total_bytes,
-            "state": statistics.slots_live * self.layout.slot_total_bytes,
-        }
+        pages, slots = self._space.pools
+        return {"kv": pages.live * pages.total_bytes, "state": slots.live * slots.total_bytes}
+
+    def extents(self) -> dict[str, int]:
+        """The two extents; the gap between them belongs to nobody."""
+        pages, slots = self._space.pools
+        return {"kv": pages.extent * pages.total_bytes, "state": slots.extent * slots.total_bytes}
 
     def counters(self) -> dict[str, int]:
         """What moving capacity has cost so far."""

@@ -47,7 +47,8 @@ class Units:
 
 
 class CountedPolicy(ABC):
-    """A :class:`MemoryPolicy` whose units have no place, so that nothing is ever in the way of anything.
+    """A :class:`MemoryPolicy` whose units have no place, so that nothing is ever in the way of anything; a subclass
+    may give them one (``_place``, ``_vacate``).
 
     Handles are serial numbers from 1 and are never used again. ``_kv_units`` and ``_state_units`` are the sums over
     the resident sequences.
@@ -61,15 +62,25 @@ class CountedPolicy(ABC):
         self._length: IntArray = np.zeros(64, dtype=np.int64)
         self._status: NDArray[np.int8] = np.zeros(64, dtype=np.int8)
         self._issued = self._resident = self._kv_units = self._state_units = 0
+        self._one_more = units.kv_per_block
+        self._checked: IntArray | None = None
+        """The handles of the last ``extend``, if nobody can change them, as long as all are resident: a batch that
+        decodes comes again and again."""
+
+    @property
+    def moved_bytes(self) -> int:
+        """Nothing moves."""
+        return 0
 
     @abstractmethod
     def holds(self, kv_units: Any, state_units: Any) -> Any:
         """Whether so many units fit into an empty arena together; numbers, or arrays of them."""
 
-    def fits(self, token_counts: IntArray) -> bool:
-        """Whether ``admit(token_counts)`` would succeed now."""
+    def fits(self, token_counts: IntArray, spare_tokens: int = 0) -> bool:
+        """Whether ``admit(token_counts)`` would succeed now and leave room for ``spare_tokens`` more tokens."""
         counts = self._counts(token_counts)
-        return self._has_room(int(self.units.kv_units(counts).sum()), len(counts))
+        kv_units = int(self.units.kv_units(counts).sum()) + self.units.kv_units(spare_tokens)
+        return self._has_room(kv_units, len(counts))
 
     def admit(self, token_counts: IntArray) -> IntArray:
         """New sequences; their handles. Raises PolicyFull."""
@@ -77,14 +88,23 @@ class CountedPolicy(ABC):
 
     def extend(self, handles: IntArray, counts: Counts = 1) -> None:
         """More tokens for each sequence. Raises PolicyFull."""
-        handles = self._live(handles, _RESIDENT)
+        if handles is not self._checked:
+            handles = self._live(handles, _RESIDENT)
         before = self._length[handles]
-        after = before + (counts if type(counts) is int and counts >= 0 else as_counts(counts, len(handles), "extend"))
-        added = int((self.units.kv_units(after) - self.units.kv_units(before)).sum())
+        if type(counts) is int and counts == 1:
+            after = before + 1
+            grown = self._one_more * (before % self.units.block_tokens == 0)
+        else:
+            after = before + as_counts(counts, len(handles), "extend")
+            grown = self.units.kv_units(after) - self.units.kv_units(before)
+        added = int(grown.sum())
         if added and not self._has_room(added, 0):
             raise self._full("extend", added, 0)
         self._length[handles] = after
-        self._kv_units += added
+        if added:
+            self._kv_units += added
+            self._place(handles, grown, 0)
+        self._checked = None if handles.flags.writeable else handles
 
     def release(self, handles: IntArray) -> None:
         """The sequences are gone."""
@@ -106,6 +126,10 @@ class CountedPolicy(ABC):
     def used_bytes(self) -> dict[str, int]:
         """Bytes held at present, by kind."""
         return {"kv": self._kv_units * self.units.kv_bytes, "state": self._state_units * self.units.state_bytes}
+
+    def extents(self) -> dict[str, int]:
+        """What is used: any free byte serves either kind."""
+        return self.used_bytes()
 
     def counters(self) -> dict[str, int]:
         """All zero: nothing moves."""
@@ -129,15 +153,29 @@ class CountedPolicy(ABC):
         return bool(fits) and self._resident + sequences <= self._rows
 
     def _enter(self, operation: str, lengths: IntArray) -> IntArray:
-        kv_units = int(self.units.kv_units(lengths).sum())
+        by_sequence = self.units.kv_units(lengths)
+        kv_units = int(by_sequence.sum())
         if not self._has_room(kv_units, len(lengths)):
             raise self._full(operation, kv_units, len(lengths))
         self._resident += len(lengths)
         self._kv_units += kv_units
         self._state_units += len(lengths) * self.units.state_per_sequence
-        return self._issue(lengths, _RESIDENT)
+        handles = self._issue(lengths, _RESIDENT)
+        self._place(handles, by_sequence, self.units.state_per_sequence)
+        return handles
+
+    def _place(self, handles: IntArray, kv_units: IntArray, state_units: int) -> None:
+        """So many more KV units for each sequence, and state units for each, fit and are counted: for policies whose
+        units have a place."""
+        return
+
+    def _vacate(self, handles: IntArray) -> None:
+        """These sequences give up what was placed."""
+        return
 
     def _leave(self, handles: IntArray) -> None:
+        self._vacate(handles)
+        self._checked = None
         self._resident -= len(handles)
         self._kv_units -= int(self.units.kv_units(self._length[handles]).sum())
         self._state_units -= len(handles) * self.units.state_per_sequence

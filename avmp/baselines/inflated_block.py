@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from avmp.baselines.counted import CountedPolicy, Units
+from avmp.baselines.layers import geometry_of, layer_bytes
 from avmp.baselines.protocol import PolicySetup
-from avmp.errors import InvalidArgument, Unsupported
-from avmp.geometry import Geometry
+from avmp.geometry import Geometry, require_count
 from avmp.units import ceil_div
 
 ALIGNMENT_TOKENS = 16
@@ -37,14 +37,7 @@ class InflatedBlockRule:
     @classmethod
     def of(cls, geometry: Geometry) -> InflatedBlockRule:
         """Raises Unsupported where layers of one kind differ in bytes: the rule needs equal ones."""
-        per_token = {layer.key_bytes_per_token + layer.value_bytes_per_token for layer in geometry.attention_layers}
-        per_state = {layer.nbytes for layer in geometry.state_layers}
-        if len(per_token) > 1 or len(per_state) > 1:
-            raise Unsupported(
-                f"policy vllm: layers of {geometry.name} differ in bytes (KV per token {sorted(per_token)}, "
-                f"state {sorted(per_state)}); name the other policies instead"
-            )
-        token_bytes, state_bytes = sum(per_token), sum(per_state)
+        token_bytes, state_bytes = layer_bytes(geometry, "vllm")
         step = ALIGNMENT_TOKENS * token_bytes
         tokens = ALIGNMENT_TOKENS * max(ceil_div(state_bytes, step), 1) if token_bytes else ALIGNMENT_TOKENS
         layers = _group_layers(len(geometry.attention_layers), len(geometry.state_layers))
@@ -71,27 +64,32 @@ class InflatedBlockRule:
 class InflatedBlock(CountedPolicy):
     """The pool of that rule on the whole arena, for the same geometry, byte for byte, as every other policy.
 
-    One block is set aside as null block, as vLLM does.
+    One block is set aside as null block, as vLLM does. ``states`` is how many states a sequence has: one (mode
+    ``none``), or two in mode ``align``, which prefix caching needs: the one that it works on and the one at the last
+    block border. What prefix caching saves is not part of this.
     """
 
-    def __init__(self, setup: PolicySetup) -> None:
-        geometry = setup.layout.geometry
-        if geometry is None:
-            raise InvalidArgument("policy vllm: needs the model's layers; this layout was given by unit sizes only")
-        self.rule = InflatedBlockRule.of(geometry)
+    def __init__(self, setup: PolicySetup, states: int = 1) -> None:
+        name = "vllm" if states == 1 else "vllm-align"
+        self.rule = InflatedBlockRule.of(geometry_of(setup, name))
         units = Units(
             block_tokens=self.rule.block_tokens,
             kv_per_block=self.rule.attention_groups,
             kv_bytes=self.rule.block_bytes,
-            state_per_sequence=self.rule.state_groups,
+            state_per_sequence=self.rule.state_groups * require_count("states", states),
             state_bytes=self.rule.block_bytes,
         )
-        super().__init__("vllm", setup, units)
+        super().__init__(name, setup, units)
         self.block_count = max(self.arena_bytes // self.rule.block_bytes - 1, 0)
 
     def holds(self, kv_units: Any, state_units: Any) -> Any:
         """``kv_units + state_units <= block_count``: a block serves either kind."""
         return kv_units + state_units <= self.block_count
+
+
+def two_states(setup: PolicySetup) -> InflatedBlock:
+    """The same with two states a sequence: mode ``align``."""
+    return InflatedBlock(setup, states=2)
 
 
 def _group_layers(attention_layers: int, state_layers: int) -> int:

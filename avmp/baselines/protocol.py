@@ -50,8 +50,12 @@ class MemoryPolicy(Protocol):
     name: str
     arena_bytes: int
 
-    def fits(self, token_counts: IntArray) -> bool:
-        """Whether ``admit(token_counts)`` would succeed now."""
+    @property
+    def moved_bytes(self) -> int:
+        """``counters()["bytes_moved"]``, cheap enough to ask in every step."""
+
+    def fits(self, token_counts: IntArray, spare_tokens: int = 0) -> bool:
+        """Whether ``admit(token_counts)`` would succeed now and leave room for ``spare_tokens`` more tokens."""
 
     def admit(self, token_counts: IntArray) -> IntArray:
         """New sequences with room for these numbers of tokens; their handles."""
@@ -70,6 +74,9 @@ class MemoryPolicy(Protocol):
 
     def used_bytes(self) -> dict[str, int]:
         """Bytes held at present, by kind: ``"kv"`` and ``"state"``, padding inside units included."""
+
+    def extents(self) -> dict[str, int]:
+        """Bytes set aside at present, by kind: what is used, and what only this kind could use as things stand."""
 
     def counters(self) -> dict[str, int]:
         """What moving capacity has cost so far: at least ``retractions`` (capacity moved, nothing had to make way),

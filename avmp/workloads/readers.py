@@ -58,6 +58,7 @@ class _Source:
         self.arrivals: list[float] = []
         self.prompts: list[int] = []
         self.outputs: list[int] = []
+        self.lines: list[int] = []
         self.skipped = 0
 
     def _decoded(self) -> str:
@@ -100,13 +101,15 @@ class _Source:
         self.arrivals.append(arrival)
         self.prompts.append(prompt)
         self.outputs.append(output)
+        self.lines.append(line)
 
     def trace(self, block_hashes: tuple[IntArray, ...] | None = None) -> Trace:
         if not self.prompts:
             raise InvalidArgument(f"{self.path}: no request found in the file ({self.skipped} entries without one)")
         arrivals = np.array(self.arrivals, dtype=np.float64)
         prompts, outputs = np.array(self.prompts, dtype=np.int64), np.array(self.outputs, dtype=np.int64)
-        return Trace(self.path.name, arrivals - arrivals[0], prompts, outputs, block_hashes, self.skipped)
+        lines = np.array(self.lines, dtype=np.int64)
+        return Trace(self.path.name, arrivals - arrivals[0], prompts, outputs, block_hashes, self.skipped, lines)
 
 
 def _shown(value: object) -> str:

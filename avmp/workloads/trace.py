@@ -25,7 +25,8 @@ class Trace:
     requests which failed or were cancelled before their first token.
 
     ``block_hashes``, where the source has them, gives for each request the ids of its prompt's blocks, equal ids
-    standing for equal content. ``skipped`` counts entries of the source that hold no request.
+    standing for equal content. ``skipped`` counts entries of the source that hold no request. ``lines``, where the
+    source is a file, gives the line of each request in it, from 1.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Trace:
     output_tokens: IntArray
     block_hashes: tuple[IntArray, ...] | None = None
     skipped: int = 0
+    lines: IntArray | None = None
 
     def __post_init__(self) -> None:
         self._freeze("arrival_seconds", _seconds(self.name, self.arrival_seconds))
@@ -42,6 +44,8 @@ class Trace:
         counts = {"prompt_tokens": len(self.prompt_tokens), "output_tokens": len(self.output_tokens)}
         if self.block_hashes is not None:
             counts["block_hashes"] = len(self.block_hashes)
+        if self.lines is not None:
+            counts["lines"] = len(self.lines)
         for field, count in counts.items():
             if count != len(self):
                 raise InvalidArgument(

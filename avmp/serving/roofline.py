@@ -1,0 +1,133 @@
+"""How long one step of an engine takes: a model, not a measurement.
+
+    seconds = overhead + max(bytes / (bandwidth * share), operations / (flops * share)) + moves + swaps
+    bytes      = weights read + KV of every context read and of every new token written + states read and written
+    operations = 2 * active parameters * tokens + 4 * query width * attention layers * (token, key) pairs
+                 + 6 * state elements * tokens
+
+Weights are read once a step. Where only part of them is active for a token (mixture of experts), the part that T
+tokens touch is taken as 1 - (1 - active / all) ** T of all: each token's experts are drawn independently. Weights and
+operations are divided evenly among the ranks of tensor parallelism, caches as the geometry shards them; communication
+is not counted. A migration reads and writes each moved byte on the device; a swap crosses to the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from avmp.errors import ArenaTooSmall, InvalidArgument
+from avmp.geometry import Geometry, dtype_bytes, require_count
+from avmp.serving.devices import Device, ModelCosts
+from avmp.units import format_bytes
+
+_UPDATE_OPERATIONS = 6
+"""Per element of a recurrent state and token: decay, input, sum, output, two operations each but for the decay's."""
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """Constants of the model. Shares are of the data sheet's figures: 0.8 of the bandwidth and 0.6 of the operations
+    are what good kernels are known to reach. ``overhead_seconds`` is a step's launches, sampling and scheduling;
+    ``cache_share`` of the memory goes to weights, activations and caches, of which ``activation_bytes`` to the second.
+    """
+
+    bandwidth_share: float = 0.8
+    flops_share: float = 0.6
+    overhead_seconds: float = 0.003
+    cache_share: float = 0.9
+    activation_bytes: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        for name in ("bandwidth_share", "flops_share", "cache_share"):
+            if not 0 < getattr(self, name) <= 1:
+                raise InvalidArgument(f"{name}={getattr(self, name)!r}: expected more than 0 and at most 1")
+        if self.overhead_seconds < 0 or self.activation_bytes < 0:
+            raise InvalidArgument("overhead_seconds and activation_bytes: expected 0 or more")
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """Step times of one model on ``tp_size`` devices; ``geometry`` is that of the whole model."""
+
+    geometry: Geometry
+    costs: ModelCosts
+    device: Device
+    tp_size: int = 1
+    assumptions: Assumptions = Assumptions()
+
+    def __post_init__(self) -> None:
+        require_count("tp_size", self.tp_size)
+
+    @cached_property
+    def rank_geometry(self) -> Geometry:
+        """What one device keeps. Raises Unsupported where devices would differ."""
+        return self.geometry.shard(self.tp_size, 0)
+
+    @cached_property
+    def _constants(self) -> tuple[float, float, float, float, float, float, float, float]:
+        """What does not change from step to step: per device, and for the arithmetic of one token."""
+        assumptions, device, rank = self.assumptions, self.device, self.rank_geometry
+        per_token = 2 * self.costs.active_parameters + _UPDATE_OPERATIONS * self.state_elements
+        return (
+            self.costs.weights_bytes / self.tp_size,
+            1 - self.costs.active_parameters / self.costs.parameters,
+            rank.kv_bytes_per_token,
+            2 * rank.state_bytes_per_sequence,
+            per_token / self.tp_size,
+            4 * self.costs.query_width * len(self.geometry.attention_layers) / self.tp_size,
+            device.bytes_per_second * assumptions.bandwidth_share,
+            device.flops_per_second * assumptions.flops_share,
+        )
+
+    @cached_property
+    def state_elements(self) -> int:
+        """Elements of all recurrent states of one sequence."""
+        parts = [part for layer in self.geometry.state_layers for part in layer.parts if part.name != "conv"]
+        return sum(part.nbytes // dtype_bytes(part.dtype) for part in parts)
+
+    def arena_bytes(self) -> int:
+        """What one device has for caches beside its share of the weights. Raises ArenaTooSmall where there is none."""
+        assumptions, device = self.assumptions, self.device
+        left = device.memory_bytes * assumptions.cache_share - self.costs.weights_bytes / self.tp_size
+        arena = int(left) - assumptions.activation_bytes
+        if arena <= 0:
+            raise ArenaTooSmall(
+                f"{self.geometry.name} on {self.tp_size} x {device.name}: weights of "
+                f"{format_bytes(int(self.costs.weights_bytes / self.tp_size))} a device leave nothing for caches in "
+                f"{format_bytes(int(device.memory_bytes * assumptions.cache_share))}; use more or larger devices"
+            )
+        return arena
+
+    def weights_read(self, tokens: int) -> float:
+        """Bytes of weights that each device reads in a step of so many tokens."""
+        weights, untouched = self._constants[:2]
+        return weights * (1 - untouched**tokens if untouched else 1)
+
+    def seconds(self, tokens: int, sequences: int, context_tokens: int, pairs: int) -> float:
+        """One step of ``tokens`` tokens of ``sequences`` sequences with ``context_tokens`` tokens of KV in all after
+        it; ``pairs`` sums over the tokens how many keys each sees."""
+        _, _, kv_bytes, state_bytes, per_token, per_pair, bandwidth, flops = self._constants
+        read = self.weights_read(tokens) + kv_bytes * (context_tokens + tokens) + state_bytes * sequences
+        arithmetic = per_token * tokens + per_pair * pairs
+        return self.assumptions.overhead_seconds + max(read / bandwidth, arithmetic / flops)
+
+    def move_seconds(self, moved_bytes: int) -> float:
+        """A migration of so many bytes on one device: each is read and written."""
+        return 2 * moved_bytes / (self.device.bytes_per_second * self.assumptions.bandwidth_share)
+
+    def swap_seconds(self, swapped_bytes: int) -> float:
+        """So many bytes of one device to the host, or back."""
+        return swapped_bytes / self.device.host_bytes_per_second
+
+    def describe(self) -> str:
+        """The terms, for a person."""
+        a = self.assumptions
+        return (
+            f"{self.tp_size} x {self.device.name} ({self.device.source}): "
+            f"{self.device.bytes_per_second / 1e9:,.0f} GB/s x {a.bandwidth_share}, "
+            f"{self.device.flops_per_second / 1e12:,.0f} TFLOPS x {a.flops_share}, "
+            f"{1e3 * a.overhead_seconds:g} ms a step; {self.costs.parameters / 1e9:g} B parameters, "
+            f"{self.costs.active_parameters / 1e9:g} B active, {self.costs.weight_bytes} bytes each "
+            f"({self.costs.source})"
+        )

@@ -1,0 +1,256 @@
+"""``python -m avmp serve-sim``: what it prints, what it draws, and how it refuses what makes no sense."""
+
+import json
+import sys
+
+import pytest
+
+from avmp.cli import main
+from avmp.serving.command import WORKLOAD_NAMES
+
+SMALL = ("serve-sim", "--model", "zamba2-2.7b", "--device", "l4", "--requests", "40", "--cache-memory", "3GiB")
+ONE = ("--policy", "avmp")
+
+HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+ROW = "2023-11-16 18:15:{}.0,{},{}\n"
+
+
+@pytest.fixture
+def told(capsys):
+    """Runs a command that has to succeed; returns what it prints to stdout."""
+
+    def told(*arguments):
+        assert main(arguments) == 0
+        return capsys.readouterr().out
+
+    return told
+
+
+@pytest.fixture
+def refused(capsys):
+    """Runs a command that has to be refused; returns the one line it says."""
+
+    def refused(*arguments):
+        assert main(arguments) == 2
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert printed.err.startswith("avmp: error: ") and printed.err.count("\n") == 1
+        return printed.err
+
+    return refused
+
+
+@pytest.fixture
+def written(tmp_path):
+    def written(content, name="trace.csv"):
+        file = tmp_path / name
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return str(file)
+
+    return written
+
+
+def rows(text):
+    return [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| ")][2:]
+
+
+def test_a_table_for_each_rate(told):
+    text = told(*SMALL, "--workload", "azure_conv", "--rate", "2", "9")
+    names = [name.split()[0] for name in rows(text) if not name.startswith(("policy", "-"))]
+    assert names == ["avmp", "best-static", "vllm", "oracle"] * 2
+    assert "2 requests per second offered:" in text and "9 requests per second offered:" in text
+    assert "Simulated time" in text and "300 GB/s x 0.8" in text
+    assert text == told(*SMALL, "--workload", "azure_conv", "--rate", "2", "9")
+
+
+def test_json_lines(told):
+    lines = told(*SMALL, "--json", "--rate", "5", "--seed", "4").splitlines()
+    runs = [json.loads(line) for line in lines]
+    assert [run["policy"] for run in runs] == ["avmp", "best-static", "vllm", "oracle"]
+    for run in runs:
+        assert run["completed"] + run["refused"] == run["requests"] == 40
+        assert (run["rate"], run["model"], run["device"], run["refused_lines"]) == (5.0, "zamba2-2.7b", "l4", None)
+        assert run["arena_bytes"] == 3 << 30
+    assert 0 < runs[1]["share"] < 1 and runs[0]["share"] is None
+    assert len({run["digest"] for run in runs}) == 4
+
+
+@pytest.mark.parametrize("name", WORKLOAD_NAMES)
+def test_every_workload_is_served(told, name):
+    run = json.loads(told(*SMALL[:5], "--requests", "12", "--workload", name, *ONE, "--json"))
+    assert run["completed"] + run["refused"] == 12
+
+
+def test_a_device_by_its_figures_and_a_model_by_its_config(told, refused, tmp_path):
+    file = tmp_path / "config.json"
+    config = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    file.write_text(json.dumps(config | {"num_key_value_heads": 2, "max_position_embeddings": 8192}))
+    device = ("--bandwidth", "100", "--flops", "10", "--memory", "4GB")
+    arguments = ("serve-sim", "--config", str(file), "--requests", "5", *ONE)
+    run = json.loads(told(*arguments, *device, "--parameters", "0.1", "--json"))
+    assert (run["device"], run["completed"]) == ("custom", 5)
+    assert "give --parameters" in refused(*arguments, *device)
+    assert "missing: --flops" in refused(*arguments, "--bandwidth", "100", "--memory", "4GB", "--parameters", "0.1")
+    assert "describes another one" in refused(*arguments, *device, "--device", "l4", "--parameters", "0.1")
+    assert "go with --parameters" in refused(*SMALL, "--query-heads", "4")
+    assert "leave nothing for caches" in refused(*arguments, *device, "--parameters", "3")
+
+
+def test_ranks_share_a_model(told):
+    runs = [
+        json.loads(
+            told(
+                "serve-sim", "--model", "jamba-v0.1", "--device", device, "--tp", tp, "--requests", "9", *ONE, "--json"
+            )
+        )
+        for device, tp in (("h200", "1"), ("h100", "2"))
+    ]
+    assert [run["tp"] for run in runs] == [1, 2]
+    assert runs[1]["tokens_per_second"] > runs[0]["tokens_per_second"]
+
+
+def test_preemption_by_swap_and_the_reserve_reach_the_engine(told):
+    tight = (*SMALL, "--workload", "azure_conv", *ONE, "--json", "--cache-memory", "2GiB")
+    calm = json.loads(told(*tight))
+    eager = json.loads(told(*tight, "--reserve-tokens", "0"))
+    swapping = json.loads(told(*tight, "--reserve-tokens", "0", "--preemption", "swap"))
+    assert calm["preemptions"] < eager["preemptions"]
+    assert eager["recomputed_tokens"] > 0 == eager["bytes_swapped"]
+    assert swapping["bytes_swapped"] > 0 == swapping["recomputed_tokens"]
+
+
+def test_figures_are_drawn(told, refused, tmp_path, monkeypatch):
+    file = tmp_path / "runs.png"
+    told(*SMALL, "--rate", "3", "6", "--plot", str(file))
+    assert file.read_bytes().startswith(b"\x89PNG")
+    assert "cannot be written" in refused(*SMALL, *ONE, "--plot", str(tmp_path / "no" / "where.png"))
+    monkeypatch.setattr("avmp.serving.figures.find_spec", lambda name: None)
+    assert "--plot needs matplotlib" in refused(*SMALL, "--plot", str(file))
+
+
+def test_memory_over_time_is_written(told, refused, tmp_path):
+    file = tmp_path / "timeline.jsonl"
+    run = json.loads(told(*SMALL, *ONE, "--timeline", str(file), "--json"))
+    samples = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(samples) == run["steps"]
+    assert {sample["policy"] for sample in samples} == {"avmp"}
+    assert samples[-1]["seconds"] == run["seconds"]
+    for sample in samples:
+        assert 0 < sample["state_used"] <= sample["state_extent"] < run["arena_bytes"]
+        assert 0 < sample["kv_used"] <= sample["kv_extent"] < run["arena_bytes"]
+    assert "--timeline" in refused(*SMALL, *ONE, "--timeline", str(tmp_path))
+
+
+def test_conversations_without_times_get_them_by_rate_and_seed(told, written):
+    turns = [{"from": "human", "value": "a b c d"}, {"from": "gpt", "value": "e f g"}]
+    file = written(json.dumps([{"conversations": turns}] * 30), "chats.json")
+    runs = [
+        json.loads(told(*SMALL[:5], "--trace", file, *ONE, "--json", "--rate", "2", "--seed", seed))
+        for seed in ("1", "1", "2")
+    ]
+    assert runs[0]["digest"] == runs[1]["digest"] != runs[2]["digest"]
+    assert runs[0]["seconds"] == pytest.approx(15, rel=0.5)
+
+
+def test_the_time_of_policies_is_told_apart(capsys):
+    assert main((*SMALL, *ONE)) == 0
+    plain = capsys.readouterr()
+    assert main((*SMALL, *ONE, "--time-allocator")) == 0
+    timed = capsys.readouterr()
+    assert timed.out == plain.out
+    assert plain.err == "" and "µs of processor time a step" in timed.err
+
+
+# -- bad traces ------------------------------------------------------------------------------------------------------
+
+
+def test_what_can_never_be_served_is_refused_by_its_line(told, written):
+    """Zamba2 is made for 4,096 tokens; a blank line and a comment-free header are lines, too."""
+    file = written(
+        HEADER + ROW.format(10, 5, 5) + "\n" + ROW.format(11, 4000, 97) + ROW.format(12, 2**31 - 1, 2**31 - 1)
+    )
+    run = json.loads(told(*SMALL[:5], "--trace", file, *ONE, "--json"))
+    assert (run["refused"], run["refused_lines"], run["completed"]) == (2, [4, 5], 1)
+    text = told(*SMALL[:5], "--trace", file, *ONE)
+    assert "avmp refuses 2" in text and "lines 4, 5" in text
+
+
+def test_many_refusals_are_counted_and_some_are_shown(told, written):
+    file = written(HEADER + "".join(ROW.format(10, 5000, 5) for _ in range(20)))
+    assert "lines 2, 3, 4, 5, 6, 7, 8, 9 and 12 more" in told(*SMALL[:5], "--trace", file, *ONE)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (HEADER + ROW.format(12, 5, 5) + ROW.format(11, 5, 5), ":3: the request arrives 1 s before the one above it"),
+        (HEADER + ROW.format(12, -5, 5), ":2: ContextTokens is"),
+        (HEADER + ROW.format(12, 5, -1), ":2: GeneratedTokens is"),
+        (HEADER + ROW.format(12, 0, 5), ":2: ContextTokens is"),
+        (HEADER + ROW.format(12, 10**30, 5), ":2: ContextTokens is"),
+        (HEADER + ROW.format(12, "5.5", 5), ":2: ContextTokens is"),
+        (HEADER + ROW.format(12, "", 5), ":2: ContextTokens is"),
+        (HEADER + ROW.format(12, "nan", 5), ":2: ContextTokens is"),
+        (HEADER + "2023-11-16 18:15:10,5\n", ":2: the row has 2 fields, expected 3"),
+        (HEADER + "yesterday,5,5\n", ":2: TIMESTAMP is"),
+        ("TIMESTAMP,ContextTokens\n2023-11-16 18:15:10,5\n", ":1: the header has the columns"),
+        (HEADER, "no request found in the file"),
+        ("", "the file is empty"),
+        (" \n\n", "the file is empty"),
+        (HEADER.encode() + "2023-11-16 18:15:10,5,5\n".encode("utf-16"), "is not UTF-8"),
+        ((HEADER + ROW.format(10, 5, 5)).encode() + b"2023-11-16 18:15:11,\xff5,5\n", ":3: byte 0xff is not UTF-8"),
+    ],
+)
+def test_a_bad_trace_is_refused_with_its_line(refused, written, content, message):
+    assert message in refused(*SMALL[:5], "--trace", written(content))
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "message"),
+    [
+        ('{"timestamp": 0, "input_length": 5}\n', "t.jsonl", ":1: the key output_length is missing"),
+        ('{"timestamp": 1e99, "input_length": 5, "output_length": 5}\n', "t.jsonl", ":1: timestamp is"),
+        ('{"timestamp": 0, "input_length": 5, "output_length": 5}\n[]\n', "t.jsonl", ":2: the line is a list"),
+        ("Timestamp,Request tokens,Response tokens\n5,1,1\n4,1,1\n", "b.csv", ":3: the request arrives 1 s before"),
+        ("[1, 2", "s.json", ":1: the entry has no list"),
+    ],
+)
+def test_other_formats_are_refused_alike(refused, written, content, name, message):
+    assert message in refused(*SMALL[:5], "--trace", written(content, name))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--rate", "0"), "rate 0.0: expected requests per second, above 0"),
+        (("--rate", "nan"), "rate nan"),
+        (("--rate", "-3"), "rate -3.0"),
+        (("--policy", "vllm-aligned"), "unknown policy 'vllm-aligned'"),
+        (("--policy", "static-1.5"), "unknown policy 'static-1.5'"),
+        (("--device", "abacus"), "unknown device 'abacus'"),
+        (("--tp", "0"), "tp_size=0"),
+        (("--tp", "7"), "cannot be divided evenly among tp_size=7"),
+        (("--token-budget", "10"), "token_budget=10 is less than max_batch=1024"),
+        (("--overhead-ms", "-1"), "--overhead-ms -1.0"),
+        (("--first-token-target", "0"), "first_token_seconds=0"),
+        (("--cache-memory", "1MiB"), "arena"),
+        (("--workload", "nothing"), "unknown workload 'nothing'"),
+        (("--model", "lfm2-1.2b"), "its parameters are not known here"),
+        (("--model", "jamba-v0.1", "--device", "l4", "--cache-memory", "0"), "memory size 0"),
+        (("--events", "1"), "--events: nobody would read them"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(refused, arguments, message):
+    base = [part for part in SMALL if part not in ("--cache-memory", "3GiB")]
+    assert message in refused(*base, *arguments)
+
+
+def test_it_works_without_torch(repository):
+    import subprocess
+
+    from tests.test_cli import BLOCK
+
+    command = [sys.executable, "-c", BLOCK, *SMALL, "--json", *ONE]
+    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["completed"] == 40
