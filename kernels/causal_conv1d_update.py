@@ -155,7 +155,7 @@ def causal_conv1d_update_kernel(
     if tile == 0:
         zero_tokens(out, first_unowned(query_start_loc, rows, most) + row, tokens, rows, out_token, mask, CHANNELS)
 
-    begin, count = row_tokens(query_start_loc, row, most)
+    begin, count = row_tokens(query_start_loc, row, most, tokens, SINGLE)
     source, valid = source_slot(
         sources, accepted, slot_table, row, source_row, COLUMNS, first_valid_id, table_limit, slots
     )
@@ -261,7 +261,13 @@ def causal_conv1d_update(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``conv_reference.causal_conv1d_update`` by Triton, in one launch on the current stream; nothing waits for the
-    device."""
+    device.
+
+    Its programs are rows times tiles of ``max_query_len`` tokens times blocks of channels. Without ``max_query_len``,
+    ragged rows get tiles for all tokens each, most of which find nothing to do: rows * tokens / CONV_TOKENS programs
+    for every block, so that many rows want the bound. Where something is kept per token, or the addresses that ``out``
+    and ``x`` span overlap, a row is one tile.
+    """
     p = check_convolution(
         x,
         conv_state,
@@ -327,5 +333,12 @@ def causal_conv1d_update(
 
 
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether writing to one may change the other."""
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    """Whether writing to one may change the other: whether their bytes, from the first to the last, overlap."""
+    (first, end), (other_first, other_end) = _span(one), _span(other)
+    return first < other_end and other_first < end
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of the first byte and of the one behind the last, of a tensor that is not empty."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

@@ -44,7 +44,8 @@ def causal_conv1d_update(
       of them float32, bfloat16 or float16. ``activation``: None, "silu" or "swish", which is the same;
     * rows, ``query_start_loc``, ``max_query_len``, ``state_indices``, ``slot_table``, ``first_valid_id``,
       ``destination_indices`` and ``has_initial_state`` as for ``selective_state_update``; the columns of indices
-      ``[rows, columns]`` too, with a state of at most 5 columns;
+      ``[rows, columns]`` too, with a state of at most 5 columns. With ``query_start_loc``, pass ``max_query_len`` too:
+      without, the Triton kernel is launched for rows of all tokens each;
     * the window is the last ``width - 1`` columns. Afterwards the state is the last ``state_len`` columns of itself and
       the row's tokens (zeros and the row's tokens, where ``has_initial_state`` is False);
     * ``num_accepted_tokens`` ``[rows]`` with ``state_indices`` ``[rows]``, for speculative decoding in one longer

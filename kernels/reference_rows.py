@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import torch
 
+from avmp.kernels.attention_arguments import check_starts
 from avmp.kernels.state_arguments import Rows
 
 Selection = slice | torch.Tensor
@@ -34,6 +35,7 @@ class RowTable:
             self.begins, self.counts = [row * most for row in range(rows.rows)], [most] * rows.rows
         else:
             starts = query_start_loc.tolist()
+            check_starts("state update", starts, rows.tokens, rows.most)
             self.begins = starts[:-1]
             self.counts = [end - begin for begin, end in pairwise(starts)]
         self.fresh = [False] * rows.rows if has_initial_state is None else (~has_initial_state).tolist()

@@ -85,7 +85,7 @@ def selective_state_update_kernel(
     out += wide_head * out_head + dims
     zero_tokens(out, first_unowned(query_start_loc, rows, most) + row, tokens, rows, out_token, within, M)
 
-    begin, count = row_tokens(query_start_loc, row, most)
+    begin, count = row_tokens(query_start_loc, row, most, tokens, SINGLE)
     source, valid = source_slot(
         sources, accepted, slot_table, row, source_row, COLUMNS, first_valid_id, table_limit, slots
     )

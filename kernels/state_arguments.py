@@ -22,15 +22,14 @@ ACTIVATIONS = (None, "silu", "swish")
 class Rows(NamedTuple):
     """Whose tokens are whose, checked: sizes only, no values are read.
 
-    ``most`` bounds the tokens of a row (None: unknown); ``uniform``: every row has exactly that many. ``columns`` of
-    the indices that rows start from, 1 if they have one dimension; ``target_columns`` of those that the state goes to
-    after each token, 0 if it goes to one place after the last.
+    ``most`` bounds the tokens of a row (None: unknown). ``columns`` of the indices that rows start from, 1 if they have
+    one dimension; ``target_columns`` of those that the state goes to after each token, 0 if it goes to one place after
+    the last.
     """
 
     rows: int
     tokens: int
     most: int | None
-    uniform: bool
     columns: int
     target_columns: int
 
@@ -278,7 +277,6 @@ def _check_rows(
         rows,
         tokens,
         most,
-        uniform,
         state_indices.shape[1] if state_indices is not None and state_indices.dim() == 2 else 1,
         targets.shape[1] if targets is not None and targets.dim() == 2 else 0,
     )

@@ -19,11 +19,15 @@ MOST_ALIGNMENT = 16
 
 
 @triton.jit
-def row_tokens(query_start_loc, row, most):
-    """First token (int64) and number of tokens of a row."""
+def row_tokens(query_start_loc, row, most, tokens, SINGLE: tl.constexpr):
+    """First token (int64) and number of tokens of a row: of those that there are, and no more than ``most`` (0:
+    unknown; SINGLE: the kernel takes one, if there is one), whatever the table holds."""
     if query_start_loc is not None:
         begin = tl.load(query_start_loc + row)
-        count = tl.load(query_start_loc + row + 1) - begin
+        end = tl.minimum(tl.load(query_start_loc + row + 1), tokens)
+        count = tl.where(begin < 0, 0, end - begin)
+        if not SINGLE:
+            count = tl.where(most > 0, tl.minimum(count, most), count)
         begin = begin.to(tl.int64)
     else:
         begin = row.to(tl.int64) * most
@@ -35,7 +39,7 @@ def row_tokens(query_start_loc, row, most):
 def first_unowned(query_start_loc, rows, most):
     """The first token behind those of all rows, int64."""
     if query_start_loc is not None:
-        first = tl.load(query_start_loc + rows).to(tl.int64)
+        first = tl.maximum(tl.load(query_start_loc + rows), 0).to(tl.int64)
     else:
         first = rows.to(tl.int64) * most
     return first

@@ -73,8 +73,8 @@ def selective_state_update(
     * ``intermediate_states`` ``[entries, steps, heads, dim, dstate]``: the state after token t goes to
       ``[intermediate_indices[r], t]`` (default r; outside the entries: nowhere).
 
-    Returns ``out`` ``[tokens, heads, dim]`` in x's dtype, or the tensor given. Tokens behind those of all rows get 0.
-    Raises InvalidArgument or Unsupported before anything is written.
+    Returns ``out`` ``[tokens, heads, dim]`` in x's dtype, or the tensor given, which may be ``x`` itself. Tokens behind
+    those of all rows get 0. Raises InvalidArgument or Unsupported before anything is written.
 
     Floor: with one token per row, ``2 * rows * heads * dim * dstate * itemsize`` bytes of state. Tokens of a row are
     taken one by one: linear in their number, but no substitute for a chunked scan over long prompts.

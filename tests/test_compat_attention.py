@@ -86,6 +86,75 @@ def test_flash_attention_2_appends_and_attends(backend: str, dense: bool, option
             assert torch.equal(p.stored(row, which, len(whole)) if held is None else held, whole)
 
 
+@pytest.mark.parametrize("slopes", [SLOPES, torch.stack([SLOPES, SLOPES.flip(0), SLOPES * 2])], ids=["heads", "rows"])
+@pytest.mark.parametrize(
+    ("causal", "window", "by_position"),
+    [
+        (True, (-1, -1), True),
+        (False, (-1, 0), True),
+        (True, (99, 5), True),  # no shorter than the cache: none
+        (True, (3, -1), False),
+        (False, (-1, -1), False),
+    ],
+)
+def test_flash_attention_2_counts_alibi_in_its_lse_as_the_peer_does(
+    backend: str, causal: bool, window: tuple[int, int], by_position: bool, slopes: torch.Tensor
+) -> None:
+    p = Paged((1, 6, 13), room=2)
+    q, k, v = p.new(3, 3, HEADS, 16), p.new(3, 2, 2, 16), p.new(3, 2, 2, 16)
+    out, lse = flash_attn.flash_attn_with_kvcache(
+        q, *p.caches, k, v, cache_seqlens=p.lens, block_table=p.table, causal=causal, window_size=window,
+        alibi_slopes=slopes, return_softmax_lse=True,
+    )  # fmt: skip
+    for row in range(3):
+        keys, values = torch.cat([p.keys[row], k[row]]), torch.cat([p.values[row], v[row]])
+        own = slopes if slopes.dim() == 1 else slopes[row]
+        expected, natural = attention64(q[row], keys, values, causal, window, slopes=own, by_position=by_position)
+        assert_near(out[row], expected)
+        assert_near(lse[row].T, natural)
+
+
+@pytest.mark.parametrize(("module", "table"), [(flash_attn, "block_table"), (flash_attn_3, "page_table")])
+@pytest.mark.parametrize("dense", [False, True], ids=["paged", "dense"])
+def test_flash_attention_attends_to_what_a_row_has_room_for(backend: str, dense: bool, module: Any, table: str) -> None:
+    """Behind a row's own pages lie those of others: neither lengths nor new tokens lead there."""
+    g = torch.Generator().manual_seed(0)
+    pool = [torch.randn(8, 4, 2, 16, generator=g) for _ in range(2)]
+    before = [cache.clone() for cache in pool]
+    caches = [cache[:3] for cache in pool] if dense else pool
+    ids = torch.tensor([[0], [1], [2]]) if dense else torch.tensor([[1, 0], [2, 7], [5, 3]])
+    where: dict[str, Any] = {} if dense else {table: ids.int()}
+    room = 4 if dense else 8
+    new, q = torch.randn(2, 3, 3, 2, 16, generator=g), torch.randn(3, 2, HEADS, 16, generator=g)
+    lens = torch.tensor([1, room - 1, 10**6]).int()
+    counted = lens.clone()
+    for given in ((), tuple(new)):
+        out = module.flash_attn_with_kvcache(q, *caches, *given, cache_seqlens=lens, causal=True, **where)
+        for row, length in enumerate(lens.tolist()):
+            end = min(length + (3 if given else 0), room)
+            lines = [cache[ids[row]].flatten(0, 1)[:end].clone() for cache in before]
+            if given:
+                for line, own in zip(lines, new, strict=True):
+                    begin = min(length, room)
+                    line[begin:] = own[row, : end - begin]
+            assert_near(out[row], attention64(q[row], *lines, causal=True)[0])
+            for cache, line in zip(caches, lines, strict=True):
+                assert torch.equal(cache[ids[row]].flatten(0, 1)[:end], line)
+    assert torch.equal(lens, counted)
+    others = sorted(set(range(8)) - set(ids.flatten().tolist()))
+    for cache, old in zip(pool, before, strict=True):
+        assert torch.equal(cache[others], old[others])
+
+
+def test_dense_caches_of_fewer_rows_than_there_are_queries_for_are_refused(backend: str) -> None:
+    cache, q = torch.zeros(2, 8, 2, 16), torch.zeros(3, 1, HEADS, 16)
+    for module in (flash_attn, flash_attn_3):
+        with pytest.raises(InvalidArgument, match="3 rows without cache_batch_idx, but dense caches of 2"):
+            module.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=5)
+        pick = torch.tensor([1, 0, 1]).int()
+        assert module.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=5, cache_batch_idx=pick).shape == q.shape
+
+
 def test_flash_attention_2_without_lengths_reads_a_dense_cache_whole() -> None:
     keys, values, q = torch.randn(2, 9, 2, 16), torch.randn(2, 9, 2, 16), torch.randn(2, 1, HEADS, 16)
     out = flash_attn.flash_attn_with_kvcache(q, keys, values)
@@ -119,6 +188,8 @@ def test_a_query_that_sees_nothing_is_plus_infinity_for_2_and_minus_infinity_for
         (dict(block_table=torch.zeros(2, 3)), InvalidArgument, "int32 block table"),
         (dict(block_table=torch.zeros(3, 3).int()), InvalidArgument, "int32 block table"),
         (dict(cache_seqlens=torch.zeros(2)), InvalidArgument, "cache_seqlens must be int32"),
+        (dict(cache_seqlens=13), InvalidArgument, "cache_seqlens 13: expected 0 to 12"),
+        (dict(cache_seqlens=-1), InvalidArgument, "cache_seqlens -1"),
         (dict(q=torch.zeros(2, 1, 3, 16)), InvalidArgument, "do not fit q"),
         (dict(q=torch.zeros(2, 1, HEADS, 16).half()), InvalidArgument, "of one dtype"),
         (dict(alibi_slopes=torch.zeros(3)), InvalidArgument, "alibi_slopes"),
@@ -367,6 +438,48 @@ def test_flashinfer_keeps_a_captured_graph_s_addresses() -> None:
         flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, use_cuda_graph=True)
 
 
+def test_flashinfer_refuses_what_does_not_fit_its_buffers_before_it_writes_there() -> None:
+    p = Paged((3, 2))
+    indptr, indices, last, queries = (
+        torch.zeros(3).int(),
+        torch.zeros(9).int(),
+        torch.zeros(2).int(),
+        torch.zeros(3).int(),
+    )
+    decode_of, prefill_of = (
+        flashinfer.BatchDecodeWithPagedKVCacheWrapper,
+        flashinfer.BatchPrefillWithPagedKVCacheWrapper,
+    )
+    longer = torch.zeros(4).int()
+    for buffers in ((longer, indices, last), (indptr[:2], indices, last)):
+        with pytest.raises(InvalidArgument, match=r"a buffer of \d offsets, the rows need 3"):
+            decode_of(WORKSPACE, "NHD", True, False, *buffers)
+    with pytest.raises(InvalidArgument, match="a buffer of 4 offsets, the rows need 3"):
+        prefill_of(WORKSPACE, "NHD", True, longer, indptr, indices, last)
+    tables, shape = (p.indptr, p.indices, p.last), (HEADS, 2, 16, p.page)
+    prefill = prefill_of(WORKSPACE, "NHD", True, queries, indptr, indices, last)
+    with pytest.raises(InvalidArgument, match="qo_indptr has 2 entries for 2 rows"):
+        prefill.plan(starts_of(1), *tables, *shape)
+    assert not any(buffer.any() for buffer in (queries, indptr, indices, last))
+    prefill.plan(starts_of(1, 1), *tables, *shape, max_sequence_kv=12)
+    kept = [buffer.clone() for buffer in (queries, indptr, indices, last)]
+    with pytest.raises(InvalidArgument, match="a table of 1 columns, captured with 3"):
+        prefill.plan(starts_of(2, 2), p.indptr, p.indices.flip(0), p.last - 1, *shape, max_sequence_kv=4)
+    assert all(torch.equal(*pair) for pair in zip((queries, indptr, indices, last), kept, strict=True))
+
+
+def test_flashinfer_ends_contexts_with_their_table(backend: str) -> None:
+    """A table that has fewer pages than the rows say ends their contexts: nothing is read behind it."""
+    p = Paged((7, 12))
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+    table = p.table[:, :2].contiguous()
+    wrapper.plan(p.indptr, p.indices, p.last, HEADS, 2, 16, p.page, q_data_type="float32", block_tables=table)
+    q = p.new(2, HEADS, 16)
+    out = wrapper.run(q, tuple(p.caches))
+    for row in range(2):
+        assert_near(out[row], attention64(q[row : row + 1], p.keys[row][:8], p.values[row][:8])[0][0])
+
+
 def test_flashinfer_takes_a_dense_table_too() -> None:
     p = Paged((7, 9))
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
@@ -518,15 +631,32 @@ def test_nothing_waits_for_the_device() -> None:
     workspace = torch.empty(16, device=meta)
     shape = (HEADS, 2, 16, 4)
     decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace)
-    decode.plan(ints(4), ints(7), ints(3), *shape, q_data_type="float32")
+    decode.plan(ints(4), ints(7), ints(3), *shape, q_data_type="float32", seq_lens=torch.tensor([9, 0, 4]))
+    assert decode._table.shape == (3, 3)
     decode.run(q[:, 0], tuple(caches), return_lse=True, k_scale=scale)
     prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace)
     prefill.plan(ints(4), ints(4), ints(7), ints(3), *shape, q_data_type="float32", max_sequence_kv=9)
     prefill.run(flat, tuple(caches), return_lse=True)
     assert prefill._table.shape == (3, 3)
     flashinfer.append_paged_kv_cache(new[:, 0], new[:, 0], ints(3), ints(3), tuple(caches), ints(7), ints(4), ints(3))
+    buffers = ints(4), ints(7), ints(3)
+    captured = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", True, False, *buffers)
+    captured.plan(ints(4), ints(6), ints(3), *shape, q_data_type="float32", seq_lens=torch.tensor([9, 0, 4]))
+    assert captured._table.shape == (3, 7)
+    many = ints(30001), ints(30001), ints(30000), ints(30000)
     with pytest.raises(InvalidArgument, match="dense table of 30000 rows"):
-        decode.plan(ints(30001), ints(30000), ints(30000), *shape)
+        prefill.plan(*many, *shape, max_sequence_kv=10**6)
+
+
+def test_flashinfer_asks_the_device_for_the_longest_row_only_without_a_bound() -> None:
+    """On meta tensors, asking fails. A table of all pages for every row would be rows times too large."""
+    meta = [torch.zeros(count, dtype=torch.int32, device="meta") for count in (4, 7, 3)]
+    decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(torch.empty(16, device="meta"))
+    with pytest.raises(RuntimeError, match="meta"):
+        decode.plan(*meta, HEADS, 2, 16, 4)
+    on_host = [torch.tensor([0, 1, 5, 7]).int(), *meta[1:]]
+    decode.plan(*on_host, HEADS, 2, 16, 4, seq_lens=torch.tensor([1, 2, 3]))
+    assert decode._table.shape == (3, 4)
 
 
 def test_csr_objects_and_plain_tensors_give_the_same() -> None:

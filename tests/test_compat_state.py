@@ -146,6 +146,60 @@ def test_vllm_names_what_it_refuses_of_a_state_update() -> None:
         vllm.selective_state_update(s.state, *s.inputs(), None, None, out=s.x, num_accepted_tokens=torch.ones(3))
 
 
+def last_strided(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, with a stride of 2 along the last dimension."""
+    return torch.stack([tensor, torch.full_like(tensor, float("nan"))], -1)[..., 0]
+
+
+@pytest.mark.parametrize("heads", [False, True])
+def test_state_updates_take_any_strides_of_tokens(program_order: str, heads: bool) -> None:
+    s = Scan(3, heads)
+    indices = torch.tensor([3, 1, 7]).int()
+    before, other = s.state.clone(), s.state.clone()
+    x, dt, B, C, z = (last_strided(tensor) for tensor in (s.x, s.dt, s.B, s.C, s.z))
+    into = last_strided(torch.zeros_like(s.x))
+    with use_backend("triton"):
+        out = mamba_ssm.selective_state_update(s.state, x, dt, s.A, B, C, s.D, z, s.dt_bias, True, indices)
+        vllm.selective_state_update(other, x, dt, s.A, B, C, s.D, s.dt_bias, z, True, indices, out=into)
+    for token, slot in enumerate(indices.tolist()):
+        expected = before[slot].double()
+        assert_near(out[token], s.step(expected, token))
+        assert_near(s.state[slot], expected)
+    assert torch.equal(into, out) and torch.equal(other, s.state)
+
+
+def test_a_state_update_s_output_may_be_its_input(program_order: str) -> None:
+    s = Scan(5)
+    starts, indices, before = torch.tensor([0, 2, 5]).int(), torch.tensor([3, 1]).int(), s.state.clone()
+    x = s.x.clone()
+    for name in ("torch", "triton"):
+        s.state.copy_(before)
+        into = x.clone()
+        with use_backend(name):
+            vllm.selective_state_update(
+                s.state, into, *s.inputs()[1:], s.D, s.dt_bias, s.z, True, indices, out=into, cu_seqlens=starts
+            )
+        for row, slot in enumerate((3, 1)):
+            state = before[slot].double()
+            for token in range(int(starts[row]), int(starts[row + 1])):
+                assert_near(into[token], s.step(state, token))
+            assert_near(s.state[slot], state)
+
+
+@pytest.mark.parametrize("operation", ["state", "convolution"])
+def test_vllm_takes_whole_numbers_of_accepted_tokens_only(backend: str, operation: str) -> None:
+    s, c, accepted = Scan(2), Conv(3, 4), torch.tensor([1.9, 2.9])
+    before, out, ids = s.state.clone(), torch.zeros(2, HEADS, DIM), torch.tensor([[1, 2], [3, 4]]).int()
+    with pytest.raises(InvalidArgument, match="num_accepted_tokens must be"):
+        if operation == "state":
+            vllm.selective_state_update(
+                s.state, *s.inputs(), None, None, state_batch_indices=ids, out=out, num_accepted_tokens=accepted
+            )
+        else:
+            vllm.causal_conv1d_update(c.new(2, DIM), c.state, c.weight, None, None, ids[:, 0], accepted)
+    assert torch.equal(s.state, before) and not out.any()
+
+
 # -- convolution -----------------------------------------------------------------------------------------------------
 
 
@@ -229,6 +283,43 @@ def test_vllm_convolves_in_place_with_the_first_columns(program_order: str, layo
         assert torch.equal(c.state[slot][:, :3], torch.cat([before[slot][:, :3], new], 1)[:, -3:])
         assert torch.equal(c.state[slot][:, 3:], before[slot][:, 3:])
     assert torch.equal(c.state[[0, 1, 2]], before[[0, 1, 2]])
+
+
+@pytest.mark.parametrize("layout", ["one row", "strided rows", "strided tokens", "ragged"])
+@pytest.mark.parametrize("separate", [False, True])
+def test_convolutions_take_any_strides_of_tokens(program_order: str, layout: str, separate: bool) -> None:
+    """A single row of tokens behind each other in memory among them, which is a view however it is turned."""
+    c = Conv(4, 3)
+    shape = {"one row": (1, DIM, 3), "strided rows": (2, DIM), "strided tokens": (2, DIM, 3), "ragged": (3, DIM)}[
+        layout
+    ]
+    plain = c.new(*shape)
+    x = plain.clone() if layout == "one row" else last_strided(plain)
+    target = last_strided(torch.zeros_like(plain)) if separate else None
+    before, mine = c.state.clone(), c.state.clone()
+    indices = torch.tensor([3, 6]).int()[: 1 if layout == "one row" else 2]
+    starts = torch.tensor([0, 1, 3]).int() if layout == "ragged" else None
+    with use_backend("triton"):
+        shifted = None
+        if starts is None:
+            shifted = causal_conv1d.causal_conv1d_update(x, mine, c.weight, c.bias, "silu", conv_state_indices=indices)
+            assert torch.equal(x, plain)
+        out = vllm.causal_conv1d_update(
+            x, c.state, c.weight, c.bias, "silu", indices, query_start_loc=starts, out=target
+        )
+    assert (
+        out.data_ptr() == (x if target is None else target).data_ptr()
+        and out.stride() == (target if separate else x).stride()
+    )
+    assert target is None or torch.equal(x, plain)
+    for row, slot in enumerate(indices.tolist()):
+        tokens = slice(int(starts[row]), int(starts[row + 1])) if starts is not None else row
+        new = plain[tokens].T if starts is not None else plain[row].reshape(DIM, -1)
+        found = out[tokens].T if starts is not None else out[row].reshape(DIM, -1)
+        assert_near(found, c.of(before[slot], new, True))
+        assert torch.equal(c.state[slot], torch.cat([before[slot], new], 1)[:, -3:])
+    if shifted is not None:
+        assert torch.equal(shifted, out) and torch.equal(mine, c.state)
 
 
 def test_vllm_convolves_ragged_rows_after_acceptance(program_order: str) -> None:

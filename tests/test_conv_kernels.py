@@ -312,6 +312,32 @@ def test_programs_run_in_any_order(program_order, monkeypatch, name):
     check("kernels", make_problem(WRITERS[name]))
 
 
+@pytest.mark.parametrize(
+    ("first", "expected"), [(34, 5), (40, 5), (33, 1), (17, 1), (0, 1)], ids=["next", "apart", "a row", "half", "same"]
+)
+def test_parts_of_one_buffer_share_no_memory_unless_they_overlap(monkeypatch, first, expected):
+    """In tiles of tokens wherever no program can read what another has written, whichever comes first in memory."""
+    monkeypatch.setattr(state_tuning, "CONV_TOKENS", 8)
+    state, weight, starts = torch.zeros(2, 8, 3), torch.zeros(8, 4), torch.tensor([0, 34]).int()
+    buffer = torch.zeros(80, 8)
+    parts = buffer[:34], buffer[first : first + 34]
+    for x, out in (parts, parts[::-1]):
+        monkeypatch.setattr(kernels, "causal_conv1d_update_kernel", launched := Launched())
+        kernels.causal_conv1d_update(x, state, weight, query_start_loc=starts, max_query_len=34, out=out)
+        assert [grid for grid, _ in launched.calls] == [(expected,)]
+
+
+def test_tiles_beside_each_other_in_one_buffer_find_what_is_right(program_order, monkeypatch):
+    monkeypatch.setattr(state_tuning, "CONV_TOKENS", 8)
+    g = torch.Generator().manual_seed(0)
+    buffer, state, weight = (torch.randn(size, generator=g) for size in ((68, 8), (2, 8, 3), (8, 4)))
+    known, call = state.clone(), dict(query_start_loc=torch.tensor([0, 34]).int(), max_query_len=34)
+    right = conv_reference.causal_conv1d_update(buffer[34:].clone(), known, weight, first_valid_id=0, **call)
+    out = kernels.causal_conv1d_update(buffer[34:], state, weight, first_valid_id=0, out=buffer[:34], **call)
+    torch.testing.assert_close(out, right)
+    assert torch.equal(state, known)
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_states_without_indices_and_outputs_of_their_own(module):
     check(module, make_problem(Shape(ids="none", null_row=None, rows="uniform", counts=(2, 2, 2))))
@@ -460,6 +486,18 @@ def test_the_launcher_waits_for_nothing(monkeypatch, targets):
     with NoWaiting():
         kernels.causal_conv1d_update(**problem.call)
     assert len(launched.calls) == 1
+
+
+@pytest.mark.parametrize(("most", "tiles"), [(None, 5), (9, 2), (3, 1)])
+def test_a_bound_of_the_queries_saves_programs(monkeypatch, most, tiles):
+    """Without it, every row has tiles for all tokens."""
+    monkeypatch.setattr(state_tuning, "CONV_TOKENS", 8)
+    monkeypatch.setattr(kernels, "causal_conv1d_update_kernel", launched := Launched())
+    counts = [3] * 12
+    starts = torch.tensor([0, *counts]).cumsum(0).int()
+    state, x, weight = torch.zeros(12, 8, 3), torch.zeros(36, 8), torch.zeros(8, 4)
+    kernels.causal_conv1d_update(x, state, weight, query_start_loc=starts, max_query_len=most)
+    assert [grid for grid, _ in launched.calls] == [(12 * tiles,)]
 
 
 def test_every_count_of_rows_fits_the_grid(monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from avmp import ops
-from avmp.compat.arguments import refuse, require
+from avmp.compat.arguments import refuse, require, unit_stride
 
 
 @torch.no_grad()
@@ -29,7 +29,7 @@ def causal_conv1d_update(
     require(x.dim() in (2, 3), name, f"x must be [rows, dim] or [rows, dim, tokens], is {tuple(x.shape)}")
     tokens = 1 if x.dim() == 2 else x.shape[2]
     result = ops.causal_conv1d_update(
-        x.contiguous() if x.dim() == 2 else x.transpose(1, 2).reshape(-1, x.shape[1]),
+        unit_stride(x if x.dim() == 2 else x.transpose(1, 2).reshape(-1, x.shape[1])),
         conv_state,
         weight,
         bias,

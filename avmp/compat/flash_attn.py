@@ -45,8 +45,10 @@ def flash_attn_with_kvcache(
     ``[rows]`` may pick. ``cache_seqlens``, a number or int32 ``[rows]``, counts the tokens before; None: all.
 
     Returns out ``[rows, queries, heads, head_dim_v]``; with ``return_softmax_lse`` also fp32 ``[rows, heads,
-    queries]``, natural, +inf for a query that sees nothing. ``num_splits`` changes rounding only;
-    ``rotary_interleaved`` has no effect. Raises Unsupported for rotary_cos, rotary_sin and cache_leftpad.
+    queries]``, natural, +inf for a query that sees nothing. With ``alibi_slopes``, ``-slope * distance`` is added to
+    the scores; in the log-sum-exp it is ``slope * key's position`` where nothing but causal limits what is seen, as
+    for the peer. ``num_splits`` changes rounding only; ``rotary_interleaved`` has no effect. Raises Unsupported for
+    rotary_cos, rotary_sin and cache_leftpad.
     """
     refuse(FUNCTION, "rotate q and k before the call", rotary_cos=rotary_cos, rotary_sin=rotary_sin)
     refuse(FUNCTION, "let every sequence begin at the first token of its cache", cache_leftpad=cache_leftpad)
@@ -81,6 +83,16 @@ def flash_attn_with_kvcache(
     shape = rows, queries, heads, v_cache.shape[3]
     if not return_softmax_lse:
         return result.view(shape)  # type: ignore[no-any-return]
-    out, lse = result
-    lse = lse.masked_fill(lse == float("-inf"), float("inf"))
-    return out.view(shape), lse.view(shape[:3]).transpose(1, 2).contiguous()
+    out, lse = result[0].view(shape), result[1].view(shape[:3]).transpose(1, 2)
+    lse = lse.masked_fill(lse == float("-inf"), float("inf")).contiguous()
+    left, right = window_size[0], 0 if causal else window_size[1]
+    if alibi_slopes is not None and right == 0 and (left < 0 or left >= caches.capacity):
+        lse += _alibi_of_queries(alibi_slopes, caches.lens, queries)
+    return out, lse
+
+
+def _alibi_of_queries(slopes: torch.Tensor, lens: torch.Tensor, queries: int) -> torch.Tensor:
+    """fp32 ``[rows or 1, heads, queries]``: slope times a query's position, by which a bias that grows with the key's
+    position exceeds one that falls with the distance."""
+    positions = (lens - queries)[:, None] + torch.arange(queries, dtype=torch.int32, device=lens.device)
+    return slopes.view(-1, slopes.shape[-1], 1).float() * positions[:, None]

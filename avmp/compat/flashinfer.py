@@ -1,9 +1,11 @@
 """FlashInfer's wrappers for paged decode and prefill over compressed tables, and ``append_paged_kv_cache``.
 
-``plan`` makes a dense block table of the compressed one, on the device and without waiting for it. Its width is exact
-where ``indptr`` is on the host (as FlashInfer's users pass it to save the copy) or ``block_tables`` is given; otherwise
-it is bounded by the number of pages of all rows, or by ``max_sequence_kv``. ``Batch.physical_csr()`` is taken in place
-of ``indptr``, ``indices`` and ``last_page_len``, each of them, and checked again at ``run``.
+``plan`` makes a dense block table of the compressed one, on the device. Its width is that of the longest row, taken
+from ``block_tables``; or ``indptr`` on the host (as FlashInfer's users pass it to save the copy); or from upper bounds
+on the host, ``max_sequence_kv`` or ``seq_lens``. Without any of them ``plan`` waits for the device, as FlashInfer's
+does. For CUDA graphs it never waits, and the width is that of the buffer of indices. Contexts beyond the table end
+with it. ``Batch.physical_csr()`` is taken in place of ``indptr``, ``indices`` and ``last_page_len``, each of them, and
+checked again at ``run``.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
     ) -> None:
         """Sets the rows of the runs to come; the optional arguments are PLAN_NAMES. With ``q_len_per_req`` > 1 a row
         has as many queries, causal among themselves. ``fixed_split_size`` and ``disable_split_kv``: contexts are not
-        split. Without effect: ``rope_scale``, ``rope_theta``, ``non_blocking``, ``seq_lens`` and the head counts."""
+        split. Without effect: ``rope_scale``, ``rope_theta``, ``non_blocking`` and the head counts."""
         require(len(deprecated_positional_args) <= len(PLAN_NAMES), self._name, "plan: too many positional arguments")
         given = dict(zip(PLAN_NAMES, deprecated_positional_args, strict=False)) | kwargs
         refuse(self._name, "leave it 0", window_right=given.pop("window_right", 0))
@@ -74,7 +76,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         queries = given.get("q_len_per_req") or 1
         same = self._fixed is None or self._table is None or queries == self._queries
         require(same, self._name, f"q_len_per_req {queries}, captured with {self._queries}")
-        self._plan_tables(indptr, indices, last_page_len, page_size, given.get("block_tables"), 0)
+        tables = indptr, indices, last_page_len
+        self._plan_tables(*tables, page_size, given.get("block_tables"), self._longest(given.get("seq_lens"), None))
         if self._fixed is None or queries != self._queries:
             self._starts = uniform_starts(len(self._lens), queries, self._device)
         self._queries = queries
@@ -192,8 +195,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
     ) -> None:
         """Sets the rows of the runs to come; ``max_token_per_sequence`` and ``max_sequence_kv`` are upper bounds.
         ``fixed_split_size`` and ``disable_split_kv``: contexts are not split. Without effect: ``rope_scale``,
-        ``rope_theta``, ``non_blocking``, ``seq_lens``, ``seq_lens_q``, ``use_fp16_qk_reduction`` and the head counts
-        and dimensions."""
+        ``rope_theta``, ``non_blocking``, ``seq_lens_q``, ``use_fp16_qk_reduction`` and the head counts and
+        dimensions."""
         masks = dict(custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)
         items = dict(prefix_len_ptr=prefix_len_ptr, token_pos_in_items_ptr=token_pos_in_items_ptr)
         lengths = dict(token_pos_in_items_len=token_pos_in_items_len, max_item_len_ptr=max_item_len_ptr)
@@ -201,9 +204,10 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         unencoded = pos_encoding_mode == "NONE"
         refuse(self._name, "encode positions in q and k before the call", pos_encoding_mode=not unencoded)
         dtypes = planned_dtypes(q_data_type, kv_data_type, o_data_type)
-        self._plan_tables(
-            *(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size, block_tables), max_sequence_kv or 0
-        )
+        rows = len(unstamped(paged_kv_last_page_len, "kv_last_page_len")[0])
+        require(len(qo_indptr) == rows + 1, self._name, f"qo_indptr has {len(qo_indptr)} entries for {rows} rows")
+        tables = paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
+        self._plan_tables(*tables, page_size, block_tables, self._longest(seq_lens, max_sequence_kv))
         self._most_queries = max_token_per_sequence or 0
         if qo_indptr.device.type == "cpu" and self._fixed is None and len(qo_indptr) > 1:
             self._most_queries = int(qo_indptr.diff().max())

@@ -16,7 +16,8 @@ class Caches:
 
     Paged, ``[pages, page_tokens, kv_heads, head_dim]`` with a block table; or dense, ``[rows, tokens, kv_heads,
     head_dim]``, where a row is one page of all its tokens. ``table`` is int32 ``[rows, width]``, ``lens`` int32
-    ``[rows]``, ``capacity`` the tokens that a row has room for. Raises InvalidArgument for what the peers refuse too.
+    ``[rows]``, ``capacity`` the tokens that a row has room for: a tensor that counts more counts as so many. Raises
+    InvalidArgument for what the peers refuse too.
     """
 
     def __init__(
@@ -48,6 +49,8 @@ class Caches:
         if block_table is not None:
             self.table, self.first_valid_id = unstamped(block_table, "block_table")
         else:
+            enough = batch_idx is not None or len(key) >= rows
+            require(enough, function, f"{rows} rows without cache_batch_idx, but dense caches of {len(key)}")
             own = torch.arange(rows, dtype=torch.int32, device=q.device)
             self.table, self.first_valid_id = (own if batch_idx is None else batch_idx)[:, None], 0
         require(
@@ -57,15 +60,21 @@ class Caches:
         )
         self.capacity = self.table.shape[1] * key.shape[1]
         self.counted = seqlens is not None
+        if isinstance(seqlens, int):
+            fits = 0 <= seqlens <= self.capacity
+            require(fits, function, f"cache_seqlens {seqlens}: expected 0 to {self.capacity}, what a row has room for")
         self.lens = per_row(self.capacity if seqlens is None else seqlens, rows, q.device)
         require(
             self.lens.dtype == torch.int32 and self.lens.shape == (rows,),
             function,
             f"cache_seqlens must be int32 [{rows}], is {self.lens.dtype} {tuple(self.lens.shape)}",
         )
+        if isinstance(seqlens, torch.Tensor):
+            self.lens = seqlens.clamp(max=self.capacity)  # without waiting: attention would read behind the table
 
     def append(self, k: torch.Tensor | None, v: torch.Tensor | None) -> None:
-        """Writes ``[rows, new, kv_heads, head_dim]`` behind each row's tokens, which become more by ``new``."""
+        """Writes ``[rows, new, kv_heads, head_dim]`` behind each row's tokens, which become more by ``new``; what a row
+        has no room for is dropped, and not counted."""
         if k is None and v is None:
             return
         if k is None or v is None or not self.counted:
@@ -83,4 +92,4 @@ class Caches:
             k, v = k.bfloat16(), v.bfloat16()  # holds every value of fp8 exactly
         new_key, new_value = (unit_stride(new).flatten(0, 1) for new in (k, v))
         write_kv(new_key, new_value, self.key, self.value, slots, first_valid_id=self.first_valid_id)
-        self.lens = self.lens + k.shape[1]
+        self.lens = (self.lens + k.shape[1]).clamp_(max=self.capacity)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from avmp import ops
+from avmp.compat.arguments import unit_stride
 
 
 @torch.no_grad()
@@ -28,13 +29,13 @@ def selective_state_update(
     """
     result: torch.Tensor = ops.selective_state_update(
         state,
-        x,
+        unit_stride(x),
         dt,
         A,
-        B,
-        C,
+        unit_stride(B),
+        unit_stride(C),
         D=D,
-        z=z,
+        z=None if z is None else unit_stride(z),
         dt_bias=dt_bias,
         dt_softplus=dt_softplus,
         state_indices=state_batch_indices,

@@ -26,35 +26,47 @@ class PagedWrapper:
         self._fixed = buffers if use_cuda_graph else None
         for buffer in buffers if use_cuda_graph else ():
             require(isinstance(buffer, torch.Tensor), self._name, "use_cuda_graph needs all buffers, as tensors")
+        for offsets in (buffers[0], *buffers[3:]) if use_cuda_graph else ():
+            needed = len(buffers[2]) + 1
+            require(len(offsets) == needed, self._name, f"a buffer of {len(offsets)} offsets, the rows need {needed}")
         self._table: torch.Tensor | None = None
         self._lens = torch.empty(0, dtype=torch.int32)
 
     def _plan_tables(
-        self, indptr: Any, indices: Any, last: Any, page_size: int, block_tables: torch.Tensor | None, longest: int
+        self,
+        indptr: Any,
+        indices: Any,
+        last: Any,
+        page_size: int,
+        block_tables: torch.Tensor | None,
+        longest: int | None,
     ) -> None:
-        """Sets ``_table`` and ``_lens``. ``longest`` bounds the contexts; 0: by what is given."""
+        """Sets ``_table`` and ``_lens``. ``longest`` bounds the contexts, if known."""
         self._stamped = [given for given in (indptr, indices, last) if not isinstance(given, torch.Tensor)]
         (indptr, self._first), (indices, _), (last, _) = (
             unstamped(given, name)
             for given, name in ((indptr, "kv_indptr"), (indices, "kv_indices"), (last, "kv_last_page_len"))
         )
-        rows, width = len(last), len(indices)
+        rows = len(last)
         require(len(indptr) == rows + 1, self._name, f"indptr has {len(indptr)} entries for {rows} rows")
+        if block_tables is not None:
+            width = block_tables.shape[1]
+        else:
+            width = self._width(indptr, len(indices), None if longest is None else -(-longest // page_size))
         if self._fixed is not None:
-            width = len(self._fixed[1])
+            places = len(self._fixed[1])
             require(rows == len(self._fixed[2]), self._name, f"{rows} rows, captured with {len(self._fixed[2])}")
-            require(len(indices) <= width, self._name, f"{len(indices)} indices for a buffer of {width}")
-        elif indptr.device.type == "cpu":
-            width = int(indptr.diff().max()) if rows else 0
-        width = min(width, -(-longest // page_size)) if longest else width
+            require(len(indices) <= places, self._name, f"{len(indices)} indices for a buffer of {places}")
+            captured = width if self._table is None else self._table.shape[1]
+            require(width == captured, self._name, f"a table of {width} columns, captured with {captured}")
         require(
             block_tables is not None or rows * width <= MOST_TABLE_ENTRIES,
             self._name,
-            f"a dense table of {rows} rows by {width} pages; pass indptr on the host, block_tables or max_sequence_kv",
+            f"a dense table of {rows} rows by {width} pages; pass block_tables, or a lower max_sequence_kv",
         )
         given = [self._on_device(tensor, place) for place, tensor in enumerate((indptr, indices, last))]
         counts = given[0].diff()
-        lens = torch.where(counts > 0, (counts - 1) * page_size + given[2], 0).int()
+        lens = torch.where(counts > 0, (counts - 1) * page_size + given[2], 0).int().clamp_(max=width * page_size)
         table = (
             _dense(given[0], given[1], width) if block_tables is None else block_tables.to(self._device, torch.int32)
         )
@@ -64,6 +76,21 @@ class PagedWrapper:
         else:
             self._table, self._lens = table, lens
         self._page_size, self._capacity = page_size, max(table.shape[1], 1) * page_size
+
+    def _width(self, indptr: torch.Tensor, pages: int, most: int | None) -> int:
+        """Columns of a table for these rows, of ``most`` pages each at most, if that is known."""
+        if self._fixed is not None:
+            places = len(self._fixed[1])
+            return places if most is None else min(places, most)
+        if most is not None and indptr.device.type != "cpu":
+            return min(pages, most)
+        return int(indptr.diff().max()) if len(indptr) > 1 else 0  # waits for the device, if indptr is there
+
+    def _longest(self, seq_lens: torch.Tensor | None, bound: int | None) -> int | None:
+        """Upper bound of the contexts, of what is known on the host. That of a captured graph is for all its plans."""
+        if bound or self._fixed is not None or seq_lens is None or seq_lens.device.type != "cpu":
+            return bound or None
+        return int(seq_lens.max()) if len(seq_lens) else 0
 
     def _on_device(self, tensor: torch.Tensor, place: int) -> torch.Tensor:
         if self._fixed is None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from avmp import ops
-from avmp.compat.arguments import refuse, require, unstamped
+from avmp.compat.arguments import refuse, require, unit_stride, unstamped
 from avmp.errors import Unsupported
 
 FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -70,16 +70,11 @@ def unified_attention(
     refuse(name, "use window_size", rswa_prefix_lens=rswa_prefix_lens, rswa_window=rswa_window, chunk_lookback=lookback)
     refuse(name, "use alibi_slopes that grow linearly", use_alibi_sqrt=use_alibi_sqrt)
     refuse(name, "use kv_quant_mode 0 or 1", k_scale_cache=k_scale_cache, v_scale_cache=v_scale_cache)
-    if int(kv_quant_mode) not in (NO_QUANTISATION, FP8_PER_TENSOR):
-        raise Unsupported(f"{name}: kv_quant_mode {kv_quant_mode} is not offered; use 0, or 1 (fp8 per tensor)")
+    other = int(kv_quant_mode) not in (NO_QUANTISATION, FP8_PER_TENSOR)
+    refuse(name, f"it is {int(kv_quant_mode)}; use 0, or 1 (fp8 per tensor)", kv_quant_mode=other)
     if alibi_slopes is not None:
-        # The peer's bias grows with the key's position, ours falls with the distance: alike up to a number per query.
-        refuse(name, "use causal=True with alibi_slopes", causal=not isinstance(causal, bool) or not causal)
-        refuse(name, "leave alibi_slopes or sinks out", sinks=sinks if max_seqlen_q > 1 else None)
-    if int(kv_quant_mode) != FP8_PER_TENSOR:
-        q_descale = k_descale = v_descale = None
-    elif q.dtype == torch.float8_e4m3fn and q_descale is not None:
-        k_descale = q_descale if k_descale is None else q_descale * k_descale
+        _refuse_beside_alibi(name, causal, sinks, max_seqlen_q)
+    key_scale, value_scale = _scales(q.dtype, kv_quant_mode, q_descale, k_descale, v_descale)
     if q.dtype == torch.float8_e4m3fn:
         q = q.to(torch.bfloat16 if out.dtype == torch.float8_e4m3fn else out.dtype)
     table, first_valid_id = unstamped(block_table, "block_table")
@@ -102,8 +97,8 @@ def unified_attention(
             softcap=softcap,
             alibi_slopes=alibi_slopes,
             sinks=sinks,
-            key_scale=k_descale,
-            value_scale=v_descale,
+            key_scale=key_scale,
+            value_scale=value_scale,
             out=into,
         )
 
@@ -117,6 +112,27 @@ def unified_attention(
     if output_scale is not None:
         largest = torch.finfo(torch.float8_e4m3fn).max
         out.copy_((result.float() / output_scale).clamp_(-largest, largest))
+
+
+def _refuse_beside_alibi(name: str, causal: bool | torch.Tensor, sinks: torch.Tensor | None, max_seqlen_q: int) -> None:
+    """The peer's bias grows with the key's position, ours falls with the distance: alike up to a number per query."""
+    refuse(name, "use causal=True with alibi_slopes", causal=not isinstance(causal, bool) or not causal)
+    refuse(name, "leave alibi_slopes or sinks out", sinks=sinks if max_seqlen_q > 1 else None)
+
+
+def _scales(
+    q_dtype: torch.dtype,
+    kv_quant_mode: int,
+    q_descale: torch.Tensor | None,
+    k_descale: torch.Tensor | None,
+    v_descale: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Of keys, that of fp8 queries in it, and of values. None but for fp8 per tensor."""
+    if int(kv_quant_mode) != FP8_PER_TENSOR:
+        return None, None
+    if q_dtype != torch.float8_e4m3fn or q_descale is None:
+        return k_descale, v_descale
+    return q_descale if k_descale is None else q_descale * k_descale, v_descale
 
 
 @torch.no_grad()
@@ -182,6 +198,7 @@ def selective_state_update(
     refuse(name, "keep the state in float32", enable_stochastic_rounding=enable_stochastic_rounding)
     require(out is not None, name, "out must be given: the result is written there")
     require(num_accepted_tokens is None or state_batch_indices is not None, name, "num_accepted_tokens needs indices")
+    assert out is not None
     rows = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
     sources, first_valid_id = _valid_ids(state_batch_indices, null_block_id, rows)
     destinations, _ = _valid_ids(dst_state_batch_indices, null_block_id, rows)
@@ -193,16 +210,16 @@ def selective_state_update(
         destinations = destinations[:, None] if destinations is not None and destinations.dim() == 1 else destinations
         columns = sources if destinations is None else destinations
         longest = 1 if cu_seqlens is None else columns.shape[1]
-        num_accepted_tokens = num_accepted_tokens.int()
-    ops.selective_state_update(
+    written = out if out.stride(-1) == 1 else None
+    result = ops.selective_state_update(
         state,
-        x,
+        unit_stride(x),
         dt,
         A,
-        B,
-        C,
+        unit_stride(B),
+        unit_stride(C),
         D=D,
-        z=z,
+        z=None if z is None else unit_stride(z),
         dt_bias=dt_bias,
         dt_softplus=dt_softplus,
         state_indices=sources,
@@ -211,8 +228,10 @@ def selective_state_update(
         num_accepted_tokens=num_accepted_tokens,
         query_start_loc=cu_seqlens,
         max_query_len=longest,
-        out=out,
+        out=written,
     )
+    if written is None:
+        out.copy_(result)
 
 
 @torch.no_grad()
@@ -248,9 +267,9 @@ def causal_conv1d_update(
         flat = tokens.transpose(1, 2).reshape(-1, tokens.shape[1])
     else:
         longest, flat = max_query_len if max_query_len > 0 else None, tokens
-    in_place = flat.data_ptr() == source.data_ptr() and target is source
+    in_place = flat.data_ptr() == source.data_ptr() and target is source and flat.stride(-1) == 1
     result = ops.causal_conv1d_update(
-        flat,
+        unit_stride(flat),
         conv_state if num_accepted_tokens is not None else conv_state[..., : width - 1],
         weight,
         bias,
