@@ -99,7 +99,11 @@ MODULES = {
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Operations inside run on this backend, ``"torch"`` or ``"triton"``, whatever the device of their tensors."""
+    """Operations inside run on this backend, ``"torch"`` or ``"triton"``, whatever the device of their tensors.
+
+    For this thread: one that is started inside does not inherit it. Enter it around a compiled function; inside one
+    Dynamo refuses it.
+    """
     token = _forced.set(_known(name))
     try:
         yield
@@ -125,7 +129,8 @@ def load(operation: str, backend: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(f"avmp.kernels.{MODULES[operation][backend]}")
     except ImportError as error:
-        raise InvalidArgument(f"backend {backend!r}: {error}; use backend 'torch'") from error
+        advice = "; use backend 'torch'" if backend != "torch" else ""
+        raise InvalidArgument(f"backend {backend!r}: {operation} cannot be imported here ({error}){advice}") from error
     function: Callable[..., Any] = getattr(module, operation)
     return function
 

@@ -1,13 +1,17 @@
 """A build that checks: every id is looked at before an operation uses it, and the first bad one is named.
 
-Without checks the kernels leave out what names no unit, so that nothing touches foreign memory; but an engine that
-hands out wrong ids computes nonsense from then on. With them (``use_bounds_checks``, or the batches of a pool at
-``debug=2``) one more launch per table finds the first bad id, the host waits for its answer, and an error names the
-operation, the row, the column, the id, and what was allowed. Not for the capture of a CUDA graph, which must not wait.
+Without checks the kernels leave out ids that name no unit and tokens that are not there, so that nothing is written to
+foreign memory; but an engine that hands out wrong tables computes nonsense from then on, and one whose rows are longer
+than their block table has what lies behind it read as ids. With checks (``use_bounds_checks``, or the batches of a pool
+at ``debug=2``) one more launch per table finds the first bad id, the host waits for its answer, and an error names the
+operation, the row, the column, the id, and what was allowed. Running sums and lengths are checked on the host. Not for
+the capture of a CUDA graph, which must not wait. Under ``torch.compile`` the batches of a pool are not checked.
 
-InvalidArgument is raised for what is wrong in itself: ids outside the pool, rows longer than their table, no page where
-one has to be read. Inconsistent is raised for what may have been right once: a virtual id that is not bound (any more),
-a page or slot that lies outside what its pool owns.
+InvalidArgument is raised for what is wrong in itself: ids outside the pool, rows longer than their table, tokens beyond
+those that there are, two tokens or rows that write to one place, no page where one has to be read. Null pages in front
+of a row are what ``release_front`` has given up: their keys are invisible, and that is legal, with or without a window;
+a null page behind one that is there is not. Inconsistent is raised for what may have been right once: a virtual id that
+is not bound (any more), a page or slot that lies outside what its pool owns.
 """
 
 from __future__ import annotations
@@ -23,6 +27,8 @@ import torch
 
 from avmp.backends import implementation
 from avmp.errors import Inconsistent, InvalidArgument
+from avmp.kernels import unit_arguments
+from avmp.kernels.attention_arguments import check_starts
 from avmp.kernels.bounds_reference import ANY_NUMBER, NOTHING_FOUND
 
 Range = tuple[int, int]
@@ -41,7 +47,8 @@ _checking: ContextVar[bool] = ContextVar("avmp_bounds", default=False)
 
 @contextmanager
 def use_bounds_checks() -> Iterator[None]:
-    """Operations inside check every id that they are given. They wait for the device."""
+    """Operations inside check every id that they are given. They wait for the device. For this thread: one that is
+    started inside does not inherit it. Enter it around a compiled function, not inside."""
     token = _checking.set(True)
     try:
         yield
@@ -66,19 +73,22 @@ def check_attention(
     page_table: torch.Tensor | None = None,
     first_valid_id: int = 1,
     left: int = -1,
+    max_query_len: int | None = None,
     limits: Range | None = None,
     backend: str | None = None,
 ) -> None:
     """The pages that queries see, of caches with ``num_pages`` pages, for ``num_tokens`` query tokens; ``left`` is how
-    many keys left of its own position a query sees, -1 for all. A page that no query sees may be anything."""
-    check_numbers(operation, "query_start_loc", query_start_loc, num_tokens + 1, f"{num_tokens} tokens", backend)
+    many keys left of its own position a query sees, -1 for all. A page that no query sees may be anything; those that
+    ``release_front`` has given up, in front of all others, are null."""
+    check_starts(operation, query_start_loc.tolist(), num_tokens, max_query_len)
     lengths, queries = seq_lens.long(), query_start_loc.diff().long()
     first_key = (lengths - queries - left).clamp(min=0) if left >= 0 else torch.zeros_like(lengths)
     reads = (queries > 0) & (lengths > 0)
+    given_up = (block_table < first_valid_id).cumprod(1).sum(1)  # null columns in front
     ids = _Ids(operation, "block_table", block_table, "page", num_pages, first_valid_id, limits, page_table)
     ids.check(
         backend,
-        begins=torch.where(reads, first_key // page_tokens, 0),
+        begins=torch.where(reads, torch.maximum(first_key // page_tokens, given_up), 0),
         ends=torch.where(reads, (lengths + page_tokens - 1) // page_tokens, 0),
         null_is_bad=True,
     )
@@ -94,10 +104,14 @@ def check_gather(
     page_table: torch.Tensor | None = None,
     first_valid_id: int = 1,
     starts: torch.Tensor | None = None,
+    max_seq_len: int | None = None,
     limits: Range | None = None,
     backend: str | None = None,
 ) -> None:
-    """The pages of tokens ``starts`` (0 by default) to ``starts + seq_lens`` of each row; null pages read as zeros."""
+    """The pages of tokens ``starts`` (0 by default) to ``starts + seq_lens`` of each row, of which none is longer than
+    ``max_seq_len``; null pages read as zeros."""
+    if max_seq_len is not None:
+        check_numbers(operation, "seq_lens", seq_lens, max_seq_len + 1, f"at most {max_seq_len} in a row", backend)
     lengths = seq_lens.long()
     first = torch.zeros_like(lengths) if starts is None else starts.long()
     reads = lengths > 0
@@ -119,11 +133,19 @@ def check_slot_mapping(
     first_valid_id: int = 1,
     limits: Range | None = None,
     backend: str | None = None,
+    distinct: bool = False,
 ) -> None:
-    """The pages that tokens are written to; null places are left out by the operation."""
+    """The pages that tokens are written to; null places are left out by the operation. ``distinct``: and that no two
+    tokens go to one place."""
     places = slot_mapping[:, None]
     ids = _Ids(operation, "slot_mapping", places, "page", num_pages, first_valid_id, limits, page_table, page_tokens)
     ids.check(backend)
+    if distinct:
+        slots = slot_mapping.cpu().long()
+        pages = torch.where(slots >= first_valid_id * page_tokens, slots // page_tokens, -1)
+        physical = _on_host(pages, page_table, first_valid_id)
+        written = np.where(physical >= 0, physical * page_tokens + slots.numpy() % page_tokens, -1)
+        _check_distinct(operation, "token", "place", written)
 
 
 def check_state_indices(
@@ -142,6 +164,33 @@ def check_state_indices(
     _Ids(operation, name, indices, "slot", num_slots, first_valid_id, limits, slot_table).check(backend)
 
 
+def check_state_writes(
+    operation: str,
+    sources: torch.Tensor | None,
+    destinations: torch.Tensor | None,
+    counts: torch.Tensor,
+    *,
+    slot_table: torch.Tensor | None = None,
+    first_valid_id: int = 1,
+) -> None:
+    """That no slot is written for two rows or tokens, of ids that have been found good. Indices are ``[rows]`` or
+    ``[rows, columns]``, destinations None: the sources; ``counts`` int64 ``[rows]`` of tokens, on the host: of columns
+    so many are written."""
+    targets = sources if destinations is None else destinations
+    if targets is None:
+        return
+    physical = _on_host(targets, slot_table, first_valid_id)
+    started = counts.numpy() > 0
+    if sources is not None:
+        started &= (_on_host(sources, slot_table, first_valid_id).reshape(len(started), -1) >= 0).any(1)
+    if physical.ndim == 1:
+        written = np.where(started, physical, -1)
+        _check_distinct(operation, "row", "slot", written)
+    else:
+        used = started[:, None] & (np.arange(physical.shape[1]) < counts.numpy()[:, None])
+        _check_distinct(operation, "row", "slot", np.where(used, physical, -1).reshape(-1), physical.shape[1])
+
+
 def check_units(
     operation: str,
     lanes: torch.Tensor,
@@ -156,7 +205,7 @@ def check_units(
 ) -> None:
     """Units that are read and written; also that none is written twice, nor read for another pair. Null ones are left
     out."""
-    count = lanes.shape[1] // unit_bytes
+    count = unit_arguments.check_lanes(lanes, unit_bytes, first_valid_id)
     for name, ids in (("sources", sources), ("destinations", destinations)):
         if ids is not None:
             _Ids(operation, name, ids[:, None], "unit", count, first_valid_id, limits, page_table).check(backend)
@@ -308,13 +357,15 @@ def _check_disjoint(operation: str, read: Any, written: Any) -> None:
             )
 
 
-def _check_distinct(operation: str, row: str, what: str, numbers: Any) -> None:
-    """Raises InvalidArgument for the first number, of those that are not negative, that stood there before."""
+def _check_distinct(operation: str, row: str, what: str, numbers: Any, width: int = 1) -> None:
+    """Raises InvalidArgument for the first number, of those that are not negative, that stood there before; a row has
+    ``width`` of them."""
     known = np.flatnonzero(numbers >= 0)
     _, first = np.unique(numbers[known], return_index=True)
     if len(first) < len(known):
         again = int(known[np.setdiff1d(np.arange(len(known)), first)[0]])
         before = int((numbers == numbers[again]).argmax())
         raise InvalidArgument(
-            f"{operation}: {row}s {before} and {again} both write {what} {numbers[again]}: expected each once"
+            f"{operation}: {row}s {before // width} and {again // width} both write {what} {numbers[again]}: expected "
+            "each once"
         )

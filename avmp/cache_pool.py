@@ -13,7 +13,7 @@ from avmp.address_space import Disturbance
 from avmp.allocator import Allocator
 from avmp.backends import Backend, make_backend
 from avmp.batch_tables import make_batch
-from avmp.device_batch import Batch
+from avmp.device_batch import Batch, Held
 from avmp.device_memory import allocate_arena, resolve_memory
 from avmp.device_tables import Change, DeviceTables
 from avmp.effects import Launch
@@ -80,10 +80,17 @@ class CachePool(Allocator):
             options=options,
             disturbance=disturbance,
         )
-        layout, table = self.layout, self._ledger.table
         if max_batch_tokens is None:
             max_batch_tokens = max(MOST_BATCH_TOKENS, min(self.max_tokens_per_sequence, 2**20), max_rows)
         tokens = max(as_count(max_batch_tokens, "max_batch_tokens"), 1)
+        with torch.inference_mode(False):  # whose tensors could not be written to outside of it
+            self._allocate(backend, transport, tokens)
+        # At debug=2 ids are checked before they are used; a meta device has none.
+        self._checks = options.debug >= 2 and self.device.type != "meta"
+        self.launches = 0
+
+    def _allocate(self, backend: str | None, transport: Transport | None, tokens: int) -> None:
+        layout, table = self.layout, self._ledger.table
         self.lanes = allocate_arena(layout, self.device)
         self.device = self.lanes.device  # with its index: the current device may change
         self.views = Views(self.lanes, layout) if layout.geometry is not None else None
@@ -93,16 +100,13 @@ class CachePool(Allocator):
         self.tables = DeviceTables(
             self._space.pages.capacity + 1,
             self._space.slots.capacity + 1,
-            max_rows,
+            table.max_rows,
             table.row_width,
             tokens,
             self.device,
         )
         self._uploader = Uploader(self.tables.words, self.backend, transport or StreamTransport(self.device))
         self._host = HostSwap(self.lanes, self.backend)
-        # At debug=2 ids are checked before they are used; a meta device has none.
-        self._checks = options.debug >= 2 and self.device.type != "meta"
-        self.launches = 0
 
     # -- memory ----------------------------------------------------------------------------------------------------
 
@@ -168,7 +172,7 @@ class CachePool(Allocator):
             tables=tables,
             number=tables.batches,
             backend=self.backend.name,
-            limits=limits_of(*self._space.pools) if self._checks else None,
+            held=Held(self._ledger, host.rows) if self._checks else None,
         )
         if batch.limits is not None:
             check_batch(batch, batch.limits, self.layout, self.backend.name)
@@ -192,6 +196,7 @@ class CachePool(Allocator):
         yield
         self._committing = False
         if self._checks:
+            self.tables.limits = limits_of(*self._space.pools)
             self.check_mirrors()
 
     def _run_effects(self) -> list[Change]:
@@ -268,7 +273,8 @@ class CachePool(Allocator):
             for row, pages in zip(rows.tolist(), (table.column_counts(rows) - table.front[rows]).tolist(), strict=True)
             for pool, units in (("page", pages), ("slot", int(table.slot[row] > 0)))
         ]
-        buffers = self._host.prepare(wanted)
+        with torch.inference_mode(False):  # they may be filled outside of it
+            buffers = self._host.prepare(wanted)
         swapped = super().swap_out(sequences)
         self._host.expect(buffers)
         return swapped

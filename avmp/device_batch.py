@@ -12,6 +12,8 @@ from avmp.bounds import Limits
 from avmp.device_tables import DeviceTables
 from avmp.errors import Inconsistent, InvalidArgument
 from avmp.handles import Int64Array
+from avmp.ledger import Ledger
+from avmp.sequences import Rows
 from avmp.uploads import send_array
 
 
@@ -30,6 +32,42 @@ class Stamped:
                 f"physical ids of relocation epoch {self.epoch} are stale: units have moved since (epoch "
                 f"{self.counters.relocations}); ask a new batch for its physical ids"
             )
+
+
+class Held:
+    """What the rows of a batch held when it was made: its tables are right as long as they hold it. Other rows may
+    come, grow and go, and units may move."""
+
+    def __init__(self, ledger: Ledger, rows: Rows) -> None:
+        table = self._table = ledger.table
+        self._ids = table.ids(rows).copy()
+        self._handles = table.handle[self._ids].copy()
+        self._columns = np.arange(table.row_width) < table.column_counts(self._ids)[:, None]
+        self._pages, self._slots = self._now()
+        held = (np.unique(self._pages), np.unique(self._slots))
+        self._units = [(pool, ids, pool.generation[ids]) for pool, ids in zip(ledger.space.pools, held, strict=True)]
+
+    def require(self, what: str) -> None:
+        """Raises Inconsistent if any of it has been freed, or a row that is still there holds something else."""
+        for pool, ids, generations in self._units:
+            freed = ids[pool.generation[ids] != generations]
+            if len(freed):
+                raise Inconsistent(
+                    f"{what} is stale: {pool.kind} {freed[0]}, which it reads and writes, has been freed since and may "
+                    "be another sequence's; make a new batch"
+                )
+        pages, slots = self._now()
+        changed = (pages != self._pages).any(1) | (slots != self._slots)
+        changed &= self._table.handle[self._ids] == self._handles
+        if changed.any():
+            raise Inconsistent(
+                f"{what} is stale: the sequence of row {int(changed.argmax())} holds other pages or another slot "
+                "since; make a new batch"
+            )
+
+    def _now(self) -> tuple[Int64Array, Int64Array]:
+        pages = np.where(self._columns, self._table.block_table[self._ids], 0).astype(np.int64)
+        return pages, self._table.slot[self._ids].astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -62,7 +100,7 @@ class Batch(Stamped):
     * ``page_table`` and ``slot_table`` int32: physical ids by virtual id, the same for every batch;
     * ``backend`` is the pool's: the operations of ``ops.py`` use it for this batch;
     * on the host: ``columns`` int64 ``[num_sequences]``, the pages of each row, and the integers;
-    * ``limits``, of a pool at ``debug=2``: what it owns, so that every operation on this batch checks its ids.
+    * ``held``, of a pool at ``debug=2``: what the rows held, so that every operation finds out when that has changed.
     """
 
     block_table: torch.Tensor
@@ -83,21 +121,31 @@ class Batch(Stamped):
     number: int
     backend: str
     first_valid_id: int = 1
-    limits: Limits | None = None
+    held: Held | None = None
+
+    @property
+    def limits(self) -> Limits | None:
+        """Of a pool at ``debug=2``: what it owns by the page tables of the device at this moment, so that every
+        operation on this batch checks its ids; None otherwise."""
+        return self.tables.limits
 
     def require_latest(self) -> None:
-        """Raises Inconsistent if a later batch has overwritten these tables. Virtual ids stay valid when units move."""
+        """Raises Inconsistent if a later batch has overwritten these tables; of a pool at ``debug=2`` also if something
+        that they lead to has been given up since. Virtual ids stay valid when units move."""
         if self.number != self.tables.batches:
             raise Inconsistent(
                 f"batch {self.number} was overwritten by batch {self.tables.batches}; use the latest one"
             )
+        if self.held is not None:
+            self.held.require(f"batch {self.number}")
 
     def physical(self, out: torch.Tensor | None = None) -> PhysicalTable:
         """The block table in physical ids, dense, for kernels that know nothing of virtual ones.
 
         ``out`` is int32 with at least R rows and row_width columns; a fresh tensor by default. Columns beyond a
         sequence's pages are 0, the null page, and so are those that ``release_front`` has given up: a kernel has to
-        mask them by its window. Raises Inconsistent for a batch that a later one or a relocation has overtaken.
+        mask them by its window, or be told that 0 is null (``first_valid_id=1``). Raises Inconsistent for a batch that
+        a later one or a relocation has overtaken.
         """
         self.require_current()
         self.require_latest()

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from avmp.batch_tables import BatchTables
+from avmp.bounds import Limits
 from avmp.errors import InvalidArgument
 from avmp.handles import MOST, Int64Array
 from avmp.units import align_up
@@ -26,7 +27,8 @@ _WORDS_PER_TOKEN = 2
 
 class DeviceTables:
     """Where each table lies in the one tensor, and what has to be sent to bring it up to date. ``batches`` counts the
-    batches; everything of a table behind what the last one wrote is 0.
+    batches; everything of a table behind what the last one wrote is 0. ``limits``, where ids are checked: what the
+    pools own by the tables as they are on the device.
 
     ``page_table`` and ``slot_table`` int32 ``[virtual ids]``; ``block_table`` int32 ``[max_rows, row_width]``,
     ``seq_lens`` and ``state_indices`` int32 ``[max_rows]``, ``query_start_loc`` int32 ``[max_rows + 1]``,
@@ -70,6 +72,7 @@ class DeviceTables:
         self._filled: Int64Array = np.zeros(max_rows, dtype=np.int64)
         self._mapped = 0
         self.batches = 0
+        self.limits: Limits | None = None
 
     def require_room(self, rows: int, tokens: int) -> None:
         """Raises InvalidArgument if a batch of so many rows, padding included, or tokens exceeds the buffers."""

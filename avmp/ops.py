@@ -5,8 +5,11 @@ computed by plain torch (the specification, and what runs on a CPU) or by Triton
 name: on ``backend`` where that is given, else as ``use_backend`` says, else on the backend of the batch's pool, else on
 what suits the device. On a GPU, plain torch waits for the device; Triton never does.
 
-Under ``torch.compile`` each is one node of the graph, and an arena one of its inputs (``registration.py``). There are
-no gradients: a tensor that requires one raises Unsupported, but for calls under ``torch.no_grad()``.
+Under ``torch.compile`` each is one node of the graph, and an arena one of its inputs (``registration.py``). A graph
+runs with other batches than it was traced with. So it is not noticed there that a batch has been overwritten, and a
+pool's ``debug=2`` checks no ids there; ``use_bounds_checks`` around the compiled call does. ``use_backend``, too, goes
+around the compiled call: inside of it Dynamo refuses the context. Neither context reaches threads that are started in
+it. There are no gradients: a tensor that requires one raises Unsupported, but for calls under ``torch.no_grad()``.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from avmp.errors import Unsupported
 from avmp.kernels.attention_arguments import Window, window_bounds
 from avmp.registration import run
 from avmp.state_ops import causal_conv1d_update, selective_state_update
-from avmp.step_tables import Tables, latest, leave_out, require_tokens, required
+from avmp.step_tables import BatchLike, first_valid, latest, leave_out, require_tokens, required
 from avmp.unit_ops import apply_table_changes, copy_units, migrate, poison_units, swap_in, swap_out, zero_units
 
 __all__ = [
@@ -47,7 +50,7 @@ class AttentionOptions(TypedDict, total=False):
     max_query_len: int
     max_seq_len: int
     page_table: torch.Tensor | None
-    first_valid_id: int
+    first_valid_id: int | None
     window: Window
     causal: bool
     softcap: float
@@ -65,7 +68,7 @@ def paged_attention(
     q: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor | None,
-    block_table: torch.Tensor | Tables,
+    block_table: torch.Tensor | BatchLike,
     seq_lens: torch.Tensor | None = None,
     query_start_loc: torch.Tensor | None = None,
     *,
@@ -78,7 +81,7 @@ def paged_attention(
     q: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor | None,
-    block_table: torch.Tensor | Tables,
+    block_table: torch.Tensor | BatchLike,
     seq_lens: torch.Tensor | None = None,
     query_start_loc: torch.Tensor | None = None,
     *,
@@ -90,7 +93,7 @@ def paged_attention(
     q: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor | None,
-    block_table: torch.Tensor | Tables,
+    block_table: torch.Tensor | BatchLike,
     seq_lens: torch.Tensor | None = None,
     query_start_loc: torch.Tensor | None = None,
     *,
@@ -98,7 +101,7 @@ def paged_attention(
     max_query_len: int | None = None,
     max_seq_len: int | None = None,
     page_table: torch.Tensor | None = None,
-    first_valid_id: int = 1,
+    first_valid_id: int | None = None,
     window: Window = None,
     causal: bool = True,
     softcap: float = 0.0,
@@ -123,7 +126,8 @@ def paged_attention(
     * ``block_table`` int32 ``[rows, width]``, ``seq_lens`` int32 ``[rows]`` (query tokens included),
       ``query_start_loc`` int32 ``[rows + 1]``; ``max_query_len`` and ``max_seq_len`` bound what these hold;
     * ``page_table`` int32 maps virtual to physical page ids; None: the block table holds physical ids. Ids below
-      ``first_valid_id``, before or after translation, are null: their keys are invisible.
+      ``first_valid_id`` (by default 1 with a page table, 0 without), before or after translation, are null: their keys
+      are invisible, such as those of pages that ``release_front`` has given up.
 
     A query at position i scores key j as ``scale * q·k``, times ``key_scale``; then ``softcap * tanh(s / softcap)``;
     then ``- alibi_slope * |i - j|``; then the mask: ``window`` is the number of latest keys that it sees, its own
@@ -175,7 +179,7 @@ def paged_attention(
             "max_query_len": required(operation, "max_query_len", max_query_len),
             "max_seq_len": required(operation, "max_seq_len", max_seq_len),
             "page_table": page_table,
-            "first_valid_id": first_valid_id,
+            "first_valid_id": first_valid(first_valid_id, page_table),
             "window": window_bounds(window, causal),
             "causal": causal,
             "softcap": softcap,
@@ -198,10 +202,10 @@ def write_kv(
     value: torch.Tensor | None,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor | None,
-    slot_mapping: torch.Tensor | Tables,
+    slot_mapping: torch.Tensor | BatchLike,
     *,
     page_table: torch.Tensor | None = None,
-    first_valid_id: int = 1,
+    first_valid_id: int | None = None,
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
     backend: str | None = None,
@@ -216,7 +220,8 @@ def write_kv(
       dimension, the two independent;
     * ``slot_mapping`` int32 or int64 ``[places]``, distinct: ``page * page_tokens + offset`` of each token. What lies
       below ``first_valid_id * page_tokens`` is null, as is a page that ``page_table`` (int32: virtual to physical ids;
-      None: ids are physical) maps below ``first_valid_id``: nothing is written for it. Likewise beyond the pool.
+      None: ids are physical) maps below ``first_valid_id`` (by default 1 with a page table, 0 without): nothing is
+      written for it. Likewise beyond the pool.
 
     fp8 stores ``x / scale``, rounded to nearest even, beyond the largest finite value as that value; NaN stays NaN.
     Scales are one number or ``[kv_heads]``.
@@ -240,7 +245,7 @@ def write_kv(
             "value_cache": value_cache,
             "slot_mapping": slot_mapping,
             "page_table": page_table,
-            "first_valid_id": first_valid_id,
+            "first_valid_id": first_valid(first_valid_id, page_table),
             "key_scale": key_scale,
             "value_scale": value_scale,
         },
@@ -252,12 +257,12 @@ def write_kv(
 def gather_kv(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor | None,
-    block_table: torch.Tensor | Tables,
+    block_table: torch.Tensor | BatchLike,
     seq_lens: torch.Tensor | None = None,
     *,
     max_seq_len: int | None = None,
     page_table: torch.Tensor | None = None,
-    first_valid_id: int = 1,
+    first_valid_id: int | None = None,
     starts: torch.Tensor | None = None,
     cu_seq_lens: torch.Tensor | None = None,
     num_tokens: int | None = None,
@@ -305,7 +310,7 @@ def gather_kv(
             "seq_lens": required(operation, "seq_lens", seq_lens),
             "max_seq_len": required(operation, "max_seq_len", max_seq_len),
             "page_table": page_table,
-            "first_valid_id": first_valid_id,
+            "first_valid_id": first_valid(first_valid_id, page_table),
             "starts": starts,
             "cu_seq_lens": cu_seq_lens,
             "num_tokens": num_tokens,

@@ -11,8 +11,9 @@ inputs alias. ``gather_kv`` reads pages.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,6 +27,11 @@ class Place(NamedTuple):
 
     memory: torch.Tensor
     offset: int
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As a file or a deep copy keeps it: nothing, for the tensor there is no view of this arena. (An empty one of
+        the types that ``torch.load`` reads from anybody.)"""
+        return OrderedDict, ()
 
 
 def view_at(place: Place, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -42,7 +48,8 @@ def placed(view: torch.Tensor, place: Place) -> torch.Tensor:
 
 def place_of(tensor: torch.Tensor) -> Place | None:
     """None for a tensor that is no view of an arena, or a slice of one."""
-    return getattr(tensor, "avmp_place", None)
+    place = getattr(tensor, "avmp_place", None)
+    return place if isinstance(place, Place) else None
 
 
 def require_place(lanes: torch.Tensor) -> Place:

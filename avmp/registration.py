@@ -13,17 +13,18 @@ launching a kernel. Inference only: no operation has a gradient, and one is neve
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from avmp import bounds
 from avmp.backends import chosen_backend, load
 from avmp.errors import Unsupported
-from avmp.id_checks import check_ids
+from avmp.id_checks import check_arguments, check_ids
 from avmp.places import Place, place_of, view_at
 from avmp.schemas import OPERATIONS
+from avmp.step_tables import BatchLike
 
 _KINDS = (torch.Tensor, torch.nn.Parameter)
 
@@ -31,16 +32,7 @@ _KINDS = (torch.Tensor, torch.nn.Parameter)
 # -- called ----------------------------------------------------------------------------------------------------------
 
 
-class Batch(Protocol):
-    """What is read here of the batch that an operation runs for."""
-
-    @property
-    def backend(self) -> str: ...
-    @property
-    def limits(self) -> bounds.Limits | None: ...
-
-
-def run(operation: str, arguments: dict[str, Any], backend: str | None = None, batch: Batch | None = None) -> Any:
+def run(operation: str, arguments: dict[str, Any], backend: str | None = None, batch: BatchLike | None = None) -> Any:
     """What the operation returns for these arguments, by name, the first as in its schema: computed at once, or, where
     code is traced, entered into the graph. A graph runs with other batches than it was traced with, and so knows no
     limits; ``use_bounds_checks`` counts there as well."""
@@ -82,6 +74,7 @@ def _compute(
     subject = next(iter(arguments.values()))
     chosen = chosen_backend(subject, backend, pool_backend)
     if bounds.wanted(limits):
+        check_arguments(operation, arguments)  # first: checks of ids take the shapes for granted
         check_ids(operation, arguments, limits, chosen)
     return load(operation, chosen)(**arguments)
 
@@ -128,6 +121,15 @@ def _view(arena: torch.Tensor, place: Sequence[int], dtype: torch.dtype) -> torc
     """The view at ``[byte offset, *sizes, *strides]``."""
     behind_sizes = 1 + len(place) // 2
     return view_at(Place(arena, place[0]), place[1:behind_sizes], place[behind_sizes:], dtype)
+
+
+def _numbers(values: Iterable[Any]) -> Iterator[Any]:
+    """All values, and all sizes and strides of those that are tensors."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield from (*value.shape, *value.stride())
+        else:
+            yield value
 
 
 class _Form:
@@ -185,7 +187,12 @@ class _Form:
         return self._results(_compute(self.name, given, backend, pool_backend))
 
     def _fake(self, *positional: Any, **keywords: Any) -> Any:
-        return self._results(self.operation.fake(**self._given(positional, keywords)))
+        given = self._given(positional, keywords)
+        del given["backend"], given["pool_backend"]
+        # Sizes that stand for any number are left alone: a check would bind the graph to what it was traced with.
+        if not any(isinstance(one, torch.SymInt) for one in _numbers(given.values())):
+            check_arguments(self.name, given)
+        return self._results(self.operation.fake(**given))
 
     def _results(self, made: Any) -> Any:
         """As the schema has them: without what was written in place, and an empty tensor for None."""

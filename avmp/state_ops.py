@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from avmp.errors import InvalidArgument
 from avmp.registration import run
-from avmp.step_tables import Tables, latest, leave_out, require_tokens
+from avmp.step_tables import BatchLike, first_valid, latest, leave_out, require_tokens
 
 
 def selective_state_update(
@@ -15,7 +16,7 @@ def selective_state_update(
     A: torch.Tensor,
     B: torch.Tensor,
     C: torch.Tensor,
-    batch: Tables | None = None,
+    batch: BatchLike | None = None,
     *,
     D: torch.Tensor | None = None,
     z: torch.Tensor | None = None,
@@ -23,7 +24,7 @@ def selective_state_update(
     dt_softplus: bool = False,
     state_indices: torch.Tensor | None = None,
     slot_table: torch.Tensor | None = None,
-    first_valid_id: int = 1,
+    first_valid_id: int | None = None,
     destination_indices: torch.Tensor | None = None,
     num_accepted_tokens: torch.Tensor | None = None,
     query_start_loc: torch.Tensor | None = None,
@@ -51,8 +52,8 @@ def selective_state_update(
     * ``query_start_loc`` int32 ``[rows + 1]``: whose tokens are whose; None: every row has ``max_query_len`` of them
       (default 1). ``max_query_len`` bounds all rows' tokens in any case;
     * ``state_indices`` int32 or int64 ``[rows]``: the slot of each row; None: row r's is r. ``slot_table`` int32 maps
-      virtual to physical ids. Ids below ``first_valid_id``, before or after translation, or outside the table or the
-      pool are null: the row's tokens get 0, and nothing else happens;
+      virtual to physical ids. Ids below ``first_valid_id`` (by default 1 with a slot table, 0 without), before or after
+      translation, or outside the table or the pool are null: the row's tokens get 0, and nothing else happens;
     * ``destination_indices`` ``[rows]``: where the state after the last token goes (default: where it came from), so
       that a snapshot can be read and a new slot written. ``[rows, columns]``: the state after token t goes to column t.
       A null destination is not written. Destinations are distinct, and no row reads what another one writes;
@@ -100,7 +101,7 @@ def selective_state_update(
             "dt_softplus": dt_softplus,
             "state_indices": state_indices,
             "slot_table": slot_table,
-            "first_valid_id": first_valid_id,
+            "first_valid_id": first_valid(first_valid_id, slot_table),
             "destination_indices": destination_indices,
             "num_accepted_tokens": num_accepted_tokens,
             "query_start_loc": query_start_loc,
@@ -122,12 +123,12 @@ def causal_conv1d_update(
     conv_state: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
-    batch: Tables | None = None,
+    batch: BatchLike | None = None,
     *,
     activation: str | None = None,
     state_indices: torch.Tensor | None = None,
     slot_table: torch.Tensor | None = None,
-    first_valid_id: int = 1,
+    first_valid_id: int | None = None,
     destination_indices: torch.Tensor | None = None,
     num_accepted_tokens: torch.Tensor | None = None,
     query_start_loc: torch.Tensor | None = None,
@@ -165,6 +166,10 @@ def causal_conv1d_update(
 
     Floor: a step of one token reads and writes ``rows * dim * state_len`` elements of state each way.
     """
+    if bias is not None and not isinstance(bias, torch.Tensor):
+        raise InvalidArgument(
+            f"causal_conv1d_update: bias is a {type(bias).__name__}: expected a tensor or None, and a Batch behind it"
+        )
     if batch is not None:
         leave_out(
             "causal_conv1d_update",
@@ -190,7 +195,7 @@ def causal_conv1d_update(
             "activation": activation,
             "state_indices": state_indices,
             "slot_table": slot_table,
-            "first_valid_id": first_valid_id,
+            "first_valid_id": first_valid(first_valid_id, slot_table),
             "destination_indices": destination_indices,
             "num_accepted_tokens": num_accepted_tokens,
             "query_start_loc": query_start_loc,

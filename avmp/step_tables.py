@@ -6,11 +6,11 @@ from typing import Any, Protocol
 
 import torch
 
+from avmp.bounds import Limits
 from avmp.errors import InvalidArgument
-from avmp.registration import Batch
 
 
-class Tables(Batch, Protocol):
+class BatchLike(Protocol):
     """What is read of a ``Batch``; see there for shapes."""
 
     @property
@@ -37,11 +37,15 @@ class Tables(Batch, Protocol):
     def max_seq_len(self) -> int: ...
     @property
     def first_valid_id(self) -> int: ...
+    @property
+    def backend(self) -> str: ...
+    @property
+    def limits(self) -> Limits | None: ...
     def require_latest(self) -> None:
         """Raises Inconsistent if a later batch has overwritten the tables."""
 
 
-def latest(operation: str, batch: Tables) -> Tables:
+def latest(operation: str, batch: BatchLike) -> BatchLike:
     """The batch itself. While code is traced there is no telling which batch it will run with."""
     if not hasattr(batch, "require_latest"):
         raise InvalidArgument(f"{operation}: expected tables as tensors or a Batch, got a {type(batch).__name__}")
@@ -52,15 +56,20 @@ def latest(operation: str, batch: Tables) -> Tables:
 
 def leave_out(operation: str, **given: Any) -> None:
     """Raises InvalidArgument for what a batch brings itself."""
-    names = [name for name, value in given.items() if value is not None and (name, value) != ("first_valid_id", 1)]
+    names = [name for name, value in given.items() if value is not None]
     if names:
         raise InvalidArgument(f"{operation}: a batch brings its own {' and '.join(names)}; leave out one or the other")
 
 
-def require_tokens(operation: str, tokens: torch.Tensor, batch: Tables) -> None:
+def require_tokens(operation: str, tokens: torch.Tensor, batch: BatchLike) -> None:
     """Raises InvalidArgument for fewer tokens than the batch has; there may be more (padding)."""
     if tokens.shape[0] < batch.num_tokens:
         raise InvalidArgument(f"{operation}: {tokens.shape[0]} tokens, the batch has {batch.num_tokens}")
+
+
+def first_valid(first_valid_id: int | None, table: torch.Tensor | None) -> int:
+    """What is given; else 1 for virtual ids, of which 0 is null, and 0 for physical ones, of which 0 is like any."""
+    return int(table is not None) if first_valid_id is None else first_valid_id
 
 
 def required(operation: str, name: str, value: Any) -> Any:

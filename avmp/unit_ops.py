@@ -3,12 +3,14 @@
 ``lanes`` is uint8 ``[lanes, lane_bytes]`` (``CachePool.lanes``), unit u the bytes ``[u * unit_bytes, (u + 1) *
 unit_bytes)`` of every lane; ``unit_bytes`` is ``Layout.page_bytes`` or ``Layout.slot_bytes``, a multiple of 16. Ids are
 int32 or int64 ``[count]`` on the lanes' device: physical, or virtual with a ``page_table``, int32, that translates
-them. An id below ``first_valid_id``, before or after translation, or beyond the pool is null: nothing is read or
-written for its unit or pair.
+them. An id below ``first_valid_id`` (by default 1 with a page table, 0 without), before or after translation, or beyond
+the pool is null: nothing is read or written for its unit or pair.
 
 A ``CachePool`` does all this by itself. These are for engines that keep their own books.
 
-Each is one launch on the current stream and returns at once. All raise InvalidArgument before anything changes.
+By Triton each is one launch on the current stream and returns at once, but for swaps: to memory that the device does
+not reach they go through a staging buffer, part by part. In plain torch each is several operations, on a CPU done on
+return. All raise InvalidArgument before anything changes.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import torch
 
 from avmp.registration import run
+from avmp.step_tables import first_valid
 
 
 def copy_units(
@@ -25,7 +28,7 @@ def copy_units(
     destinations: torch.Tensor,
     *,
     page_table: torch.Tensor | None = None,
-    first_valid_id: int = 0,
+    first_valid_id: int | None = None,
     backend: str | None = None,
 ) -> None:
     """Units ``sources`` are written to units ``destinations`` too: fork, tail copy, snapshot, restore, reorder.
@@ -40,7 +43,7 @@ def copy_units(
         "sources": sources,
         "destinations": destinations,
         "page_table": page_table,
-        "first_valid_id": first_valid_id,
+        "first_valid_id": first_valid(first_valid_id, page_table),
     }
     run("copy_units", arguments, backend)
 
@@ -51,7 +54,7 @@ def zero_units(
     destinations: torch.Tensor,
     *,
     page_table: torch.Tensor | None = None,
-    first_valid_id: int = 0,
+    first_valid_id: int | None = None,
     backend: str | None = None,
 ) -> None:
     """Units become zero. Floor: every byte is written once."""
@@ -60,7 +63,7 @@ def zero_units(
         "unit_bytes": unit_bytes,
         "destinations": destinations,
         "page_table": page_table,
-        "first_valid_id": first_valid_id,
+        "first_valid_id": first_valid(first_valid_id, page_table),
     }
     run("zero_units", arguments, backend)
 
@@ -71,7 +74,7 @@ def poison_units(
     destinations: torch.Tensor,
     *,
     page_table: torch.Tensor | None = None,
-    first_valid_id: int = 0,
+    first_valid_id: int | None = None,
     backend: str | None = None,
 ) -> None:
     """Every byte of the units becomes 0xFF, which is NaN in every floating-point format. Floor: as ``zero_units``."""
@@ -80,7 +83,7 @@ def poison_units(
         "unit_bytes": unit_bytes,
         "destinations": destinations,
         "page_table": page_table,
-        "first_valid_id": first_valid_id,
+        "first_valid_id": first_valid(first_valid_id, page_table),
     }
     run("poison_units", arguments, backend)
 
@@ -97,8 +100,9 @@ def migrate(
     """A relocation plan of one pool, bytes only: unit ``moves[0, i]`` comes to lie at ``moves[1, i]``.
 
     ``moves`` is int32 or int64 ``[2, n]``, physical ids; sources and destinations are disjoint, as a plan of
-    ``migration.py`` has them. ``count``: only the first so many, an integer, or int32 of one element on the device,
-    which nobody waits for. Page tables are brought up to date afterwards, by ``apply_table_changes``.
+    ``migration.py`` has them. ``count``: only the first so many, an integer, or int32 of one element, ``[]`` or
+    ``[1]``, on the device, which nobody waits for. Page tables are brought up to date afterwards, by
+    ``apply_table_changes``.
 
     Floor: every byte is read once and written once, 8 bytes of ids per move.
     """
@@ -121,7 +125,7 @@ def swap_out(
     host: torch.Tensor,
     *,
     page_table: torch.Tensor | None = None,
-    first_valid_id: int = 0,
+    first_valid_id: int | None = None,
     backend: str | None = None,
 ) -> None:
     """Units to host memory, bit for bit: ``host`` uint8 ``[count, lanes, unit_bytes]``, contiguous.
@@ -136,7 +140,7 @@ def swap_out(
         "sources": sources,
         "host": host,
         "page_table": page_table,
-        "first_valid_id": first_valid_id,
+        "first_valid_id": first_valid(first_valid_id, page_table),
     }
     run("swap_out", arguments, backend)
 
@@ -148,7 +152,7 @@ def swap_in(
     destinations: torch.Tensor,
     *,
     page_table: torch.Tensor | None = None,
-    first_valid_id: int = 0,
+    first_valid_id: int | None = None,
     backend: str | None = None,
 ) -> None:
     """The inverse of ``swap_out``, into any units. Pinned host memory may change only after the stream has passed."""
@@ -158,7 +162,7 @@ def swap_in(
         "host": host,
         "destinations": destinations,
         "page_table": page_table,
-        "first_valid_id": first_valid_id,
+        "first_valid_id": first_valid(first_valid_id, page_table),
     }
     run("swap_in", arguments, backend)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -84,6 +85,21 @@ def check_attention(
     _check_tables(block_table, seq_lens, query_start_loc, page_table)
     for name, tensor in (("q", q), ("key_cache", key_cache), ("value_cache", value_cache)):
         require_unit_stride("paged_attention", name, tensor)
+    require_one_device(
+        "paged_attention",
+        q,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        block_table=block_table,
+        seq_lens=seq_lens,
+        query_start_loc=query_start_loc,
+        page_table=page_table,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        key_scale=key_scale,
+        value_scale=value_scale,
+        out=out,
+    )
     if softcap < 0:
         raise InvalidArgument(f"paged_attention: softcap {softcap}: expected 0 (none) or more")
     per_row = {(query_heads,), (rows, query_heads)}
@@ -126,6 +142,37 @@ def require_unit_stride(operation: str, name: str, tensor: torch.Tensor) -> None
     """Raises InvalidArgument unless the last dimension is contiguous."""
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise InvalidArgument(f"{operation}: the last dimension of {name} must be contiguous, has {tensor.stride()}")
+
+
+def require_one_device(operation: str, first: torch.Tensor, **others: torch.Tensor | None) -> None:
+    """Raises InvalidArgument unless all tensors lie where the first one does."""
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != first.device:
+            raise InvalidArgument(
+                f"{operation}: {name} on {tensor.device}: expected {first.device}, as the first tensor"
+            )
+
+
+def check_starts(
+    operation: str, starts: Sequence[int], tokens: int, most: int | None = None, name: str = "query_start_loc"
+) -> None:
+    """Raises InvalidArgument unless these are running sums within ``tokens``, of rows with at most ``most`` tokens."""
+    before = 0
+    for place, start in enumerate(starts):
+        if not 0 <= start <= tokens:
+            raise InvalidArgument(
+                f"{operation}: {name}[{place}] = {start}: expected 0 to {tokens}, there are {tokens} tokens"
+            )
+        if start < before:
+            raise InvalidArgument(
+                f"{operation}: {name}[{place}] = {start} is less than {before} before it: expected running sums"
+            )
+        if place and most is not None and start - before > most:
+            raise InvalidArgument(
+                f"{operation}: row {place - 1} has {start - before} tokens by {name}: expected at most {most}, as "
+                "max_query_len says"
+            )
+        before = start
 
 
 def _check_dtypes(q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:

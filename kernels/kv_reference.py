@@ -3,10 +3,12 @@ runs where they do not."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from avmp.errors import InvalidArgument, Unsupported
-from avmp.kernels.attention_arguments import QUERY_DTYPES, require_unit_stride
+from avmp.kernels.attention_arguments import QUERY_DTYPES, check_starts, require_one_device, require_unit_stride
 from avmp.kernels.fp8 import FORMATS, LARGEST, as_bits
 
 Parts = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
@@ -80,9 +82,15 @@ def gather_kv(
     pages. In the caches' dtype, as they are; or in ``dtype``, where fp8 is multiplied by its scale (one number or
     ``[kv_heads]``) in fp32.
 
+    Raises InvalidArgument, also for sums that are not those of ``seq_lens``, or do not fit ``num_tokens``. (The kernel,
+    which waits for nothing, leaves out what would lie outside, and otherwise takes them as they are.)
+
     Floor: each value is read once and written once, 4 bytes of ids (8 with a page table) per page and KV head.
     """
-    check_gather(key_cache, value_cache, block_table, seq_lens, starts, cu_seq_lens, num_tokens, page_table)
+    scales = {"key_scale": key_scale, "value_scale": value_scale}
+    check_gather(key_cache, value_cache, block_table, seq_lens, starts, cu_seq_lens, num_tokens, page_table, **scales)
+    if cu_seq_lens is not None:
+        check_sums(cu_seq_lens.tolist(), seq_lens.tolist(), num_tokens or 0)
     pages, page_tokens = key_cache.shape[:2]
     rows, device = len(block_table), block_table.device
     place = torch.arange(max_seq_len, device=device).expand(rows, -1)
@@ -130,6 +138,17 @@ def check_write(
             f"of {slot_mapping.dim()} dimensions"
         )
     _check_int32("write_kv", page_table=page_table)
+    require_one_device(
+        "write_kv",
+        key,
+        value=value,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        slot_mapping=slot_mapping,
+        page_table=page_table,
+        key_scale=key_scale,
+        value_scale=value_scale,
+    )
     parts: Parts = [(key, key_cache, key_scale)]
     if value is not None and value_cache is not None:
         parts.append((value, value_cache, value_scale))
@@ -160,8 +179,12 @@ def check_gather(
     cu_seq_lens: torch.Tensor | None,
     num_tokens: int | None,
     page_table: torch.Tensor | None,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
 ) -> None:
-    """Raises InvalidArgument."""
+    """Raises InvalidArgument. Reads shapes and dtypes, no values."""
+    if block_table.dim() != 2:
+        raise InvalidArgument(f"gather_kv: block_table {tuple(block_table.shape)}: expected [rows, width]")
     rows = len(block_table)
     _check_int32(
         "gather_kv",
@@ -181,6 +204,29 @@ def check_gather(
             raise InvalidArgument(f"gather_kv: cache {tuple(cache.shape)} beside key cache {tuple(key_cache.shape)}")
         if cache is not None:
             require_unit_stride("gather_kv", "the caches", cache)
+    require_one_device(
+        "gather_kv",
+        key_cache,
+        value_cache=value_cache,
+        block_table=block_table,
+        seq_lens=seq_lens,
+        starts=starts,
+        cu_seq_lens=cu_seq_lens,
+        page_table=page_table,
+        key_scale=key_scale,
+        value_scale=value_scale,
+    )
+
+
+def check_sums(sums: Sequence[int], seq_lens: Sequence[int], num_tokens: int) -> None:
+    """Raises InvalidArgument unless ``sums`` are the running sums of ``seq_lens``, within ``num_tokens``."""
+    check_starts("gather_kv", sums, num_tokens, name="cu_seq_lens")
+    for row, length in enumerate(seq_lens):
+        if sums[row + 1] - sums[row] != max(length, 0):
+            raise InvalidArgument(
+                f"gather_kv: cu_seq_lens[{row}] and [{row + 1}] are {sums[row]} and {sums[row + 1]}, row {row} has "
+                f"{length} tokens: expected running sums of seq_lens"
+            )
 
 
 def _check_int32(operation: str, **tables: torch.Tensor | None) -> None:

@@ -17,6 +17,10 @@ def check_lanes(lanes: torch.Tensor, unit_bytes: int, first_valid_id: int) -> in
     """How many units of ``unit_bytes`` there are in ``lanes``, uint8 ``[lanes, lane_bytes]``."""
     if lanes.dtype != torch.uint8 or lanes.dim() != 2 or lanes.stride(1) != 1:
         raise InvalidArgument(f"lanes {lanes.dtype} {tuple(lanes.shape)}: expected uint8 [lanes, lane_bytes], dense")
+    if len(lanes) > 1 and lanes.stride(0) < lanes.shape[1]:
+        raise InvalidArgument(
+            f"lanes {tuple(lanes.shape)} with strides {lanes.stride()} overlap: expected each its own"
+        )
     _require_vectors(lanes, unit_bytes, lanes.stride(0), lanes.shape[1])
     if not 0 < unit_bytes <= lanes.shape[1]:
         raise InvalidArgument(f"units of {unit_bytes} bytes in a lane of {lanes.shape[1]}: expected at least one unit")
@@ -68,9 +72,10 @@ def check_moves(
     if count is not None and not 0 <= count <= moves.shape[1]:
         raise InvalidArgument(f"count {count}: the list has {moves.shape[1]} moves")
     if device_count is not None:
-        if device_count.dtype != torch.int32 or device_count.numel() != 1:
+        if device_count.dtype != torch.int32 or tuple(device_count.shape) not in {(), (1,)}:
             raise InvalidArgument(
-                f"device_count {device_count.dtype} {tuple(device_count.shape)}: expected int32 of one element"
+                f"device_count {device_count.dtype} {tuple(device_count.shape)}: expected int32 of one element, [] or "
+                "[1]"
             )
         _require_device(lanes, "device_count", device_count)
     listed = moves if count is None else moves[:, :count]
@@ -95,7 +100,8 @@ def unit_view(lanes: torch.Tensor, unit_bytes: int) -> torch.Tensor:
 
 
 def _require_vectors(tensor: torch.Tensor, *numbers: int) -> None:
-    address = 0 if tensor.device.type == "meta" else tensor.data_ptr()
+    real = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta  # fake ones have no address
+    address = tensor.data_ptr() if real else 0
     if address % VECTOR_BYTES or any(number % VECTOR_BYTES for number in numbers):
         raise InvalidArgument(f"address and sizes {(address, *numbers)}: expected multiples of {VECTOR_BYTES} bytes")
 

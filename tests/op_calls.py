@@ -105,6 +105,10 @@ def first_step(in_arena: bool = True, **keywords: Any) -> Step:
     return Step(pool, pool.batch(pool.admit([9, 1, 5])), in_arena=in_arena)
 
 
+def running_sums(lengths: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+
+
 Call = Callable[[Step], Any]
 
 FLAT: dict[str, Call] = {
@@ -126,8 +130,8 @@ FLAT: dict[str, Call] = {
         s.batch.block_table,
         s.batch.seq_lens,
         max_seq_len=s.batch.max_seq_len,
-        cu_seq_lens=s.batch.query_start_loc,
-        num_tokens=s.batch.num_tokens,
+        cu_seq_lens=running_sums(s.batch.seq_lens),
+        num_tokens=int(s.batch.seq_lens.sum()),
         dtype=torch.bfloat16,
         **s.pages(),
     ),

@@ -166,6 +166,11 @@ def state(indices: Any, **more: Any) -> Any:
     return lambda backend: bounds.check_state_indices("update", torch.tensor(indices), backend=backend, **given)
 
 
+def writes(sources: Any, destinations: Any, counts: list[int]) -> Any:
+    ids = [None if one is None else torch.tensor(one) for one in (sources, destinations)]
+    return lambda backend: bounds.check_state_writes("update", *ids, torch.tensor(counts), slot_table=TABLE)
+
+
 LANES = torch.zeros(2, 10 * 256, dtype=torch.uint8)
 
 
@@ -213,9 +218,9 @@ FOUND = {
         "paged_attention: row 2: block_table[2, 1] = 0 is null" + WANTED,
     ),
     "no page inside the window": (
-        attention([*GOOD[:2], [0, -1, 2]], left=2),
+        attention([*GOOD[:2], [0, 1, -1]], left=2),
         InvalidArgument,
-        "paged_attention: row 2: block_table[2, 1] = -1 is null" + WANTED,
+        "paged_attention: row 2: block_table[2, 2] = -1 is null" + WANTED,
     ),
     "physical page outside the cache": (
         attention([[9, 10, 0], *GOOD[1:]], page_table=None),
@@ -237,6 +242,21 @@ FOUND = {
         InvalidArgument,
         "paged_attention: query_start_loc[3] = 5: expected 0 to 4, there are 4 tokens",
     ),
+    "query tokens that go back": (
+        attention(GOOD, LENGTHS, int32(0, 3, 2, 4)),
+        InvalidArgument,
+        "paged_attention: query_start_loc[2] = 2 is less than 3 before it: expected running sums",
+    ),
+    "more query tokens than a row may have": (
+        attention(GOOD, max_query_len=2),
+        InvalidArgument,
+        "paged_attention: row 2 has 3 tokens by query_start_loc: expected at most 2, as max_query_len says",
+    ),
+    "a longer row than there may be": (
+        gather(GOOD, max_seq_len=8),
+        InvalidArgument,
+        "gather_kv: seq_lens[2] = 9: expected 0 to 8, there are at most 8 in a row",
+    ),
     "gathering from before a row": (
         gather(GOOD, starts=int32(0, 0, -1)),
         InvalidArgument,
@@ -256,6 +276,21 @@ FOUND = {
         write([4, 15, 28]),
         Inconsistent,
         "write_kv: row 1: slot_mapping[1] = 15: page 3" + NOBODY,
+    ),
+    "token written twice": (
+        write([4, 0, 11, 0, -1, 11], distinct=True),
+        InvalidArgument,
+        "write_kv: tokens 2 and 5 both write place 23: expected each once",
+    ),
+    "state written twice": (
+        writes([1, 0, 4, 0, 1], None, [1, 1, 1, 1, 2]),
+        InvalidArgument,
+        "update: rows 0 and 4 both write slot 9: expected each once",
+    ),
+    "destination written twice": (
+        writes([1, 2, 4], [[1, 6], [2, 2], [4, 5]], [1, 2, 2]),
+        InvalidArgument,
+        "update: rows 1 and 1 both write slot 5: expected each once",
     ),
     "state of nobody": (
         state([1, 0, -1, 3]),
@@ -321,6 +356,12 @@ FOUND = {
 PASSED = {
     "pages that are read": attention(GOOD),
     "what no window sees": attention([*GOOD[:2], [0, 1, 2]], left=2),
+    "what was given up in front of a row": attention([[0, 2, 0], [0, 0, 0], [-1, 0, 2]]),
+    "rows all of which was given up": attention([[0, 0, 3], [0, 0, 0], [0, -1, 0]], left=2),
+    "tokens written once": write([4, 0, 11, 0, -1, 10], distinct=True),
+    "states written once": writes([1, 0, 1, 4], None, [1, 2, 0, 1]),
+    "columns that no token reaches": writes([[1, 2], [4, 4], [4, 1]], None, [2, 1, 0]),
+    "rows without a slot": writes([0, 1], [[4], [4]], [1, 1]),
     "rows without queries": attention([[1, 2, 0], [3, 3, 3], [4, 1, 2]], int32(5, 12, 9)),
     "rows without a context": attention([[9, 9, 9]], int32(0), int32(0, 4)),
     "physical pages": attention([[9, 8, 0], [0, 0, 0], [4, 5, 6]], page_table=None),

@@ -46,6 +46,22 @@ def test_the_ten_lines_of_use_run(repository: Path, capsys: pytest.CaptureFixtur
     assert re.fullmatch(r"\d+ (True|False) \d+\n", capsys.readouterr().out)
 
 
+def test_the_ten_lines_for_transformers_run(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers = pytest.importorskip("transformers")
+    version = tuple(map(int, transformers.__version__.split(".")[:2]))
+    if version < (5, 24):
+        pytest.skip("the README shows the keyword and the attention of transformers 5.24")
+    source = block(repository, "transformers")
+    assert 8 <= len([line for line in source.splitlines() if line.strip()]) <= 13
+    names: dict[str, object] = {}
+    exec(compile(source, "README.md", "exec"), names)
+    assert capsys.readouterr().out == "13 21 20 12 6\n"
+    cache = names["cache"]
+    cache.reset()  # type: ignore[attr-defined]
+    names["branch"].reset()  # type: ignore[attr-defined]
+    assert cache.pool.stats().used_bytes == 0  # type: ignore[attr-defined]
+
+
 DESIGN = """
 geometry = avmp.Geometry.from_config("config.json", page_tokens=16)
 pool = avmp.CachePool(geometry, "8GiB", device="cuda", max_rows=256, max_tokens_per_sequence=8192)
