@@ -293,10 +293,12 @@ def _names_a_device(arguments: argparse.Namespace) -> bool:
     """Whether a server is asked about. What only a server needs is refused without one."""
     if arguments.device is not None or arguments.device_memory is not None:
         return True
-    figures = ("bandwidth", "flops", "workload", "trace", "requests", "seed", "parameters", "plot")
-    given = [name for name in figures if getattr(arguments, name) is not None]
+    unset = dict.fromkeys(("bandwidth", "flops", "workload", "trace", "requests", "seed", "parameters", "plot"))
+    unset |= serving.DEVICE_DEFAULTS
+    given = [name for name, value in unset.items() if getattr(arguments, name) != value]
     if given:
-        raise InvalidArgument(f"--{given[0]} is about a server; name its --device, or give all figures of one")
+        flag = given[0].replace("_", "-")
+        raise InvalidArgument(f"--{flag} is about a server; name its --device, or give all figures of one")
     return False
 
 

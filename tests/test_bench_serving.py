@@ -10,7 +10,7 @@ from bench.serving import grid as study_grid
 from bench.serving.figure import draw
 from bench.serving.grid import CLOSER, EAGER, LOADS, MODELS, OTHERS, PAPER_TRACES, POLICIES, TRACES, Cell, compute, grid
 from bench.serving.record import RESULTS, append, drop_torn_line, load
-from bench.serving.report import BEGIN, END, Study, report
+from bench.serving.report import BEGIN, END, LITTLE, NOTHING, Study, report
 
 MOST_CELLS = 400
 
@@ -134,6 +134,32 @@ def test_the_recorded_study_is_whole_and_the_page_is_its_report(repository):
     page = (repository / "bench" / "README.md").read_text()
     section = page.split(BEGIN)[1].split(END)[0].strip()
     assert section == report(Study(found, grid()[0].requests), len(grid())).strip()
+
+
+def test_the_summary_in_the_readme_is_what_was_recorded(repository):
+    study = Study(load(RESULTS), grid()[0].requests)
+    static, oracle = study.gains("best-static"), study.gains("oracle")
+    behind = [gain.whole for gain in static if gain.whole < -NOTHING]
+    moving = max(study.get(*place, "avmp")["result"]["move_share"] for place in study.places())
+    text = " ".join((repository / "README.md").read_text().split())
+    assert f"ahead of avmp in {len(behind)} of {len(static)} cells, by {-min(behind):.2%}".replace("%", " %") in text
+    assert f"at least {1 + min(gain.whole for gain in oracle):.4f} of what the byte budget serves" in text
+    assert f"migrations take {moving:.2%} of step time at most".replace("%", " %") in text
+    assert f"{len(grid())} cells)" in text
+
+
+def test_what_is_said_of_half_the_load_is_what_was_recorded(repository):
+    """The policies of every cell are equal there; the page names each other policy that falls behind."""
+    study = Study(load(RESULTS), grid()[0].requests)
+    page = (repository / "bench" / "README.md").read_text()
+    for model in MODELS:
+        for trace in TRACES:
+            for other in ("oracle", "vllm", "best-static"):
+                assert abs(study.gain(model, trace, LOADS[0], other).gain) < 0.0005
+    sentence = page.split("already beyond the capacity of")[1].split("\n\n")[0]
+    for name in OTHERS:
+        behind = any(study.gain(CLOSER, trace, LOADS[0], name).gain >= LITTLE for trace in TRACES)
+        assert (f"{name} (avmp gains" in sentence) == behind
 
 
 @pytest.mark.parametrize(("model", "load_", "policy"), [("jamba-v0.1", 2.0, "avmp"), (CLOSER, 2.0, "sglang")])

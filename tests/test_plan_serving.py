@@ -14,7 +14,7 @@ from avmp.serving.metrics import summarize
 from avmp.serving.planning import RULES, format_serving_plan, plan_serving
 from avmp.serving.roofline import StepModel
 from avmp.serving.server import Server, sustained_rate
-from avmp.workloads import builtin_trace
+from avmp.workloads import Trace, builtin_trace
 
 ARGUMENTS = ("plan", "--model", "zamba2-2.7b", "--convention", "vllm", "--requests", "80", "--workload", "azure_conv")
 DEVICE = ("--device", "l4", "--memory", "4GiB")
@@ -73,6 +73,16 @@ def test_the_expected_rate_is_that_of_a_run_with_everybody_waiting(made):
     assert sustained_rate(served) == (high - low) / (times[high] - times[low])
 
 
+@pytest.mark.parametrize("outputs", [[3], [0, 0]])
+def test_requests_that_end_together_have_a_rate(made, outputs):
+    """There is no time between the first and the last completion."""
+    server, _, _ = made
+    served = server.serve("avmp", Trace("t", np.zeros(len(outputs)), np.full(len(outputs), 9), np.array(outputs)))
+    assert len(set(served.finished)) == 1
+    assert sustained_rate(served) == pytest.approx(summarize(served).requests_per_second)
+    assert sustained_rate(server.serve("avmp", Trace("t", np.zeros(1), np.array([5000]), np.ones(1, dtype=int)))) == 0
+
+
 def test_a_rule_that_the_model_does_not_suit_is_left_out_with_the_reason():
     """Two attention layers of different width: vLLM's rule needs equal ones."""
     geometry = Geometry(
@@ -113,3 +123,11 @@ def test_without_a_device_nothing_but_the_arena_is_planned(told, refused):
     assert "plan needs --memory" in refused("plan", "--model", "zamba2-2.7b")
     assert "--workload is about a server" in refused(*ARGUMENTS[:3], "--memory", "4GiB", "--workload", "azure_conv")
     assert "--plot is about a server" in refused(*ARGUMENTS[:3], "--memory", "4GiB", "--plot", "x.png")
+    for given, flag in (
+        (("--tp", "2"), "--tp"),
+        (("--weight-bytes", "1"), "--weight-bytes"),
+        (("--overhead-ms", "1"), "--overhead-ms"),
+        (("--query-heads", "32"), "--query-heads"),
+        (("--active-parameters", "1"), "--active-parameters"),
+    ):
+        assert f"{flag} is about a server" in refused(*ARGUMENTS[:3], "--memory", "4GiB", *given)

@@ -1,6 +1,8 @@
 """``python -m avmp serve-sim``: what it prints, what it draws, and how it refuses what makes no sense."""
 
 import json
+import os
+import subprocess
 import sys
 
 import pytest
@@ -63,6 +65,11 @@ def test_a_table_for_each_rate(told):
     assert text == told(*SMALL, "--workload", "azure_conv", "--rate", "2", "9")
 
 
+def test_a_rate_that_is_given_twice_is_served_once(told):
+    text = told(*SMALL, *ONE, "--rate", "2", "2.0")
+    assert len([name for name in rows(text) if name == "avmp"]) == 1
+
+
 def test_json_lines(told):
     lines = told(*SMALL, "--json", "--rate", "5", "--seed", "4").splitlines()
     runs = [json.loads(line) for line in lines]
@@ -73,6 +80,27 @@ def test_json_lines(told):
         assert run["arena_bytes"] == 3 << 30
     assert 0 < runs[1]["share"] < 1 and runs[0]["share"] is None
     assert len({run["digest"] for run in runs}) == 4
+
+
+def test_json_says_by_which_rules_and_target(told):
+    strict = ("--first-token-target", "0.001", "--max-batch", "9", "--preemption", "swap", "--reserve-tokens", "0")
+    run = json.loads(told(*SMALL, *ONE, "--json", *strict))
+    assert run["engine"] == {"token_budget": 8192, "max_batch": 9, "preemption": "swap", "reserve_tokens": 0}
+    assert run["target"] == {"first_token_seconds": 0.001, "per_token_seconds": 0.1}
+    assert run["good_requests_per_second"] == 0 < run["requests_per_second"]
+
+
+def test_the_same_bytes_in_other_processes(repository):
+    """Names are hashed differently in each process."""
+    policies = ("avmp", "best-static", "vllm", "sglang-unified", "padded", "paper", "oracle")
+    command = [sys.executable, "-m", "avmp", *SMALL, "--rate", "5", "--json", "--policy", *policies]
+    told = [
+        subprocess.run(
+            command, cwd=repository, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert told[0] == told[1] and told[0].count(b"\n") == len(policies)
 
 
 @pytest.mark.parametrize("name", WORKLOAD_NAMES)
@@ -126,6 +154,15 @@ def test_figures_are_drawn(told, refused, tmp_path, monkeypatch):
     assert "cannot be written" in refused(*SMALL, *ONE, "--plot", str(tmp_path / "no" / "where.png"))
     monkeypatch.setattr("avmp.serving.figures.find_spec", lambda name: None)
     assert "--plot needs matplotlib" in refused(*SMALL, "--plot", str(file))
+
+
+@pytest.mark.filterwarnings("error")
+def test_figures_of_runs_without_a_token_are_drawn(told, tmp_path, written):
+    file = tmp_path / "runs.png"
+    told(*SMALL, "--policy", "static-0.000001", "--plot", str(file))
+    assert file.read_bytes().startswith(b"\x89PNG")
+    prompts = written(HEADER + ROW.format(10, 5, 0) + ROW.format(11, 5, 0), "prompts.csv")
+    told(*SMALL[:5], "--trace", prompts, *ONE, "--rate", "1", "2", "--plot", str(file))
 
 
 def test_memory_over_time_is_written(told, refused, tmp_path):
@@ -237,6 +274,10 @@ def test_other_formats_are_refused_alike(refused, written, content, name, messag
         (("--workload", "nothing"), "unknown workload 'nothing'"),
         (("--model", "lfm2-1.2b"), "its parameters are not known here"),
         (("--model", "jamba-v0.1", "--device", "l4", "--cache-memory", "0"), "memory size 0"),
+        (("--rate", "1e-300"), "40 requests would take longer than"),
+        (("--workload", "day", "--seed", "-1"), "seed=-1"),
+        (("--weight-bytes", "0"), "weight_bytes=0"),
+        (("--model", "jamba-v0.1", "--cache-memory", "1GiB"), "1.00 GiB for caches a device are more than its 22.35"),
         (("--events", "1"), "--events: nobody would read them"),
     ],
 )
@@ -246,8 +287,6 @@ def test_arguments_that_make_no_sense_are_refused(refused, arguments, message):
 
 
 def test_it_works_without_torch(repository):
-    import subprocess
-
     from tests.test_cli import BLOCK
 
     command = [sys.executable, "-c", BLOCK, *SMALL, "--json", *ONE]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from avmp.baselines import STATIC_SHARES, make_policy
 from avmp.errors import ArenaTooSmall, InvalidArgument, Unsupported
 from avmp.named_models import named_model
-from avmp.serving.arrivals import at_once, at_rate, paper_arrivals, shifting_day, take
+from avmp.serving.arrivals import LATEST_SECONDS, at_once, at_rate, paper_arrivals, shifting_day, take
 from avmp.serving.devices import (
     DEVICES,
     MODEL_COSTS,
@@ -109,6 +109,14 @@ def test_weights_that_leave_no_room_are_refused_with_the_numbers():
         (lambda: given_costs(ZAMBA, 1.0, None, 0), "query_heads=0"),
         (lambda: given_costs(ZAMBA, 1.0, None, 32, 0), "weight_bytes=0"),
         (lambda: Latency(first_token_seconds=0), "first_token_seconds=0"),
+        (lambda: Device("x", 1, 1e-300, 1, 1, ""), "bytes_per_second=1e-300, expected at least 1"),
+        (lambda: given_costs(ZAMBA, 1e300, None, 32), "< 1e\\+09"),
+        (lambda: replace(model_costs(ZAMBA), weight_bytes=0), "weight_bytes=0"),
+        (lambda: replace(model_costs(ZAMBA), weight_bytes=-1), "weight_bytes=-1"),
+        (lambda: replace(model_costs(ZAMBA), weight_bytes=9), "weight_bytes=9: expected 1 to 8"),
+        (lambda: replace(model_costs(ZAMBA), active_parameters=2.8e9), "expected 0 < active <= all"),
+        (lambda: shifting_day(5, seed=-1), "seed=-1"),
+        (lambda: at_rate(at_once(builtin_trace("sharegpt", 5, 0)), 1.0, seed=-1), "seed=-1"),
     ],
 )
 def test_figures_that_make_no_sense_are_refused(make, message):
@@ -207,6 +215,25 @@ def test_timing_a_policy_changes_nothing():
     assert timed.nanoseconds > 0
 
 
+def test_caches_that_a_device_cannot_hold_beside_the_weights_are_refused():
+    model = StepModel(JAMBA, model_costs(JAMBA), find_device("h100"), 2)
+    room = find_device("h100").memory_bytes - int(model_costs(JAMBA).weights_bytes / 2)
+    assert Server(model, cache_bytes=room).layout.arena_bytes <= room
+    with pytest.raises(
+        InvalidArgument, match=r"2 x h100: weights of 48\.43 GiB and 26\.08 GiB for caches a device are"
+    ):
+        _ = Server(model, cache_bytes=room + 1).layout
+
+
+def test_a_batch_that_no_trace_fills_costs_nothing():
+    """Tables of policies are as long as the batch can get: never longer than the trace."""
+    trace = builtin_trace("sharegpt", 20, 0)
+    wide = server(token_budget=10**12, max_batch=10**12)
+    assert wide.setup(trace).max_sequences == 20
+    assert summarize(wide.serve("avmp", trace)).completed == 20
+    assert server(max_batch=7).setup(trace).max_sequences == 7
+
+
 # -- arrivals --------------------------------------------------------------------------------------------------------
 
 
@@ -231,6 +258,22 @@ def test_requests_that_are_there_at_once_get_random_arrivals_with_a_rate():
     for rate in (0, -1.0, float("nan"), float("inf")):
         with pytest.raises(InvalidArgument, match="expected requests per second, above 0"):
             at_rate(trace, rate)
+
+
+@pytest.mark.parametrize("rate", [1e-9, 1e-300, 1e-308, 1e-320])
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_rate_at_which_time_would_lose_its_grain_is_refused(rate, recorded):
+    trace = builtin_trace("sharegpt", 4, 0, 1.0 if recorded else None)
+    with pytest.raises(InvalidArgument, match=r"4 requests would take longer than .* expected at least 3\.7e-09"):
+        at_rate(trace, rate)
+
+
+def test_a_request_that_arrives_in_ages_is_refused():
+    lengths = np.array([5, 5])
+    soon, late = (Trace("t", np.array([0, last]), lengths, lengths) for last in (LATEST_SECONDS, 2 * LATEST_SECONDS))
+    assert summarize(server().serve("oracle", soon)).first_token["p50"] > 0
+    with pytest.raises(InvalidArgument, match=r"the last request arrives at .* s, expected at most 1,073,741,824 s"):
+        server().serve("oracle", late)
 
 
 def test_a_part_of_a_trace_keeps_its_lines_and_hashes():

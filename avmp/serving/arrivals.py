@@ -17,6 +17,10 @@ _LONG_PROMPT = (8.5, 1.0, 64, 65536)
 """The long half of a day: lognormal mean and sigma, least and most tokens; the AVMP paper's agentic prompts."""
 
 
+LATEST_SECONDS = 2.0**30
+"""No request arrives later (34 years): beside such times a double still tells a quarter of a microsecond apart."""
+
+
 def require_rate(rate: float) -> float:
     """``rate`` if it is a number of requests per second."""
     if not 0 < rate < math.inf:
@@ -41,8 +45,15 @@ def take(trace: Trace, which: IntArray) -> Trace:
 
 def at_rate(trace: Trace, rate: float, seed: int = 0) -> Trace:
     """The same requests at ``rate`` requests per second on average: recorded gaps are stretched, all alike; where all
-    arrive at once, gaps are drawn at random (a Poisson process)."""
+    arrive at once, gaps are drawn at random (a Poisson process). Raises InvalidArgument for a rate at which the last
+    would arrive after LATEST_SECONDS."""
     require_rate(rate)
+    require_count("seed", seed, 0)
+    if len(trace) / rate > LATEST_SECONDS:
+        raise InvalidArgument(
+            f"rate {rate!r}: {len(trace):,} requests would take longer than {LATEST_SECONDS:,.0f} s to arrive; "
+            f"expected at least {len(trace) / LATEST_SECONDS:.2g} requests per second"
+        )
     span = float(trace.arrival_seconds[-1] - trace.arrival_seconds[0])
     if span:
         offset, factor = trace.arrival_seconds - trace.arrival_seconds[0], (len(trace) - 1) / rate / span
@@ -63,6 +74,7 @@ def shifting_day(requests: int, seed: int = 0, rate: float = 1.0) -> Trace:
     with the chance sin(pi * x) ** 2. Short prompts are like ShareGPT's, long ones lognormal(8.5, 1) in 64 to 65,536;
     outputs lognormal(4.5, 1) in 32 to 2,048; arrivals at random, ``rate`` a second."""
     require_count("requests", requests)
+    require_count("seed", seed, 0)
     require_rate(rate)
     short, long, kinds, outputs, gaps = (np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(5))
     place = (np.arange(requests) + 0.5) / requests

@@ -40,6 +40,8 @@ from avmp.workloads import WORKLOADS, Trace
 from avmp.workloads.paper import PAPER_WORKLOADS
 
 DEFAULT_DEVICE = "h200"
+DEVICE_DEFAULTS = {"tp": 1, "active_parameters": None, "query_heads": None, "weight_bytes": 2, "overhead_ms": 3.0}
+"""What the arguments about a device are unless they are given, those aside that name or describe one."""
 BEST_STATIC = "best-static"
 DEFAULT_POLICIES = ("avmp", BEST_STATIC, "vllm", "oracle")
 _EXTRA_WORKLOADS = ("day", *PAPER_WORKLOADS)
@@ -54,12 +56,13 @@ def add_device_arguments(command: argparse.ArgumentParser, memory_flag: str = "-
     device.add_argument("--bandwidth", type=float, metavar="GB/S", help="of a device that has no name here")
     device.add_argument("--flops", type=float, metavar="TFLOPS", help="dense bf16, of such a device")
     device.add_argument(memory_flag, dest="device_memory", metavar="SIZE", help="of such a device")
-    device.add_argument("--tp", type=int, default=1, metavar="N", help="devices, by tensor parallelism (default 1)")
+    device.add_argument("--tp", type=int, metavar="N", help="devices, by tensor parallelism (default 1)")
     device.add_argument("--parameters", type=float, metavar="BILLIONS", help="of a model whose size is not known here")
     device.add_argument("--active-parameters", type=float, metavar="BILLIONS", help="per token (default: all)")
     device.add_argument("--query-heads", type=int, metavar="N", help="of an attention layer (default: of config.json)")
-    device.add_argument("--weight-bytes", type=int, default=2, metavar="N", help="per parameter (default 2)")
-    device.add_argument("--overhead-ms", type=float, default=3.0, metavar="MS", help="of each step (default 3)")
+    device.add_argument("--weight-bytes", type=int, metavar="N", help="per parameter (default 2)")
+    device.add_argument("--overhead-ms", type=float, metavar="MS", help="of each step (default 3)")
+    device.set_defaults(**DEVICE_DEFAULTS)
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -70,7 +73,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         type=float,
         nargs="+",
         metavar="R",
-        help="requests per second, one run for each (default: a trace as recorded, a workload all at once)",
+        help="requests per second, one run for each (default: a trace as recorded, day and the AVMP paper's "
+        "workloads at their own times, others all at once)",
     )
     known = ", ".join((BEST_STATIC, *POLICIES, *MORE_POLICIES))
     command.add_argument(
@@ -181,7 +185,9 @@ def run(arguments: argparse.Namespace, geometry: Geometry, trace: Trace, options
     target = Latency(arguments.first_token_target, arguments.per_token_target)
     memory = None if arguments.cache_memory is None else parse_bytes(arguments.cache_memory)
     server = Server(step_model(arguments, geometry), rules, options, memory)
-    rates: list[float | None] = [None] if arguments.rate is None else [require_rate(rate) for rate in arguments.rate]
+    rates: list[float | None] = (
+        [None] if arguments.rate is None else list(dict.fromkeys(map(require_rate, arguments.rate)))
+    )
     policies = list(dict.fromkeys(arguments.policy or DEFAULT_POLICIES))
     for name in policies:
         if name != BEST_STATIC:

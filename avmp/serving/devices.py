@@ -31,8 +31,8 @@ class Device:
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes", "bytes_per_second", "flops_per_second", "host_bytes_per_second"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise InvalidArgument(f"device {self.name!r}: {name}={getattr(self, name)!r}, expected more than 0")
+            if not 1 <= getattr(self, name) < math.inf:
+                raise InvalidArgument(f"device {self.name!r}: {name}={getattr(self, name)!r}, expected at least 1")
 
 
 UNVERIFIED = "unverified: "
@@ -70,16 +70,29 @@ def custom_device(memory: str | int, gigabytes_per_second: float, teraflops: flo
     )
 
 
+_MOST_PARAMETERS, _MOST_WEIGHT_BYTES = 1e18, 8
+"""More is taken for a mistake."""
+
+
 @dataclass(frozen=True)
 class ModelCosts:
     """What a step of a model costs beside its caches. ``parameters`` are all, ``active_parameters`` those that one
-    token goes through; ``query_width`` is query heads times head_dim of an attention layer."""
+    token goes through; ``query_width`` is query heads times head_dim of an attention layer. Raises InvalidArgument."""
 
     parameters: float
     active_parameters: float
     query_width: int
     weight_bytes: int
     source: str
+
+    def __post_init__(self) -> None:
+        if not 0 < self.active_parameters <= self.parameters < _MOST_PARAMETERS:
+            raise InvalidArgument(
+                f"parameters={self.parameters!r}, active_parameters={self.active_parameters!r}: expected "
+                f"0 < active <= all < {_MOST_PARAMETERS:g}"
+            )
+        if require_count("weight_bytes", self.weight_bytes) > _MOST_WEIGHT_BYTES:
+            raise InvalidArgument(f"weight_bytes={self.weight_bytes!r}: expected 1 to {_MOST_WEIGHT_BYTES} a parameter")
 
     @property
     def weights_bytes(self) -> float:
@@ -114,15 +127,15 @@ def given_costs(
 ) -> ModelCosts:
     """Costs from figures that the user gives. Raises InvalidArgument for those that make no sense."""
     active = billions if active_billions is None else active_billions
-    if not 0 < active <= billions < math.inf:
+    if not 0 < active <= billions < _MOST_PARAMETERS / BILLION:
         raise InvalidArgument(
-            f"parameters of {billions!r} billion, {active!r} billion active: expected 0 < active <= all"
+            f"parameters of {billions!r} billion, {active!r} billion active: expected 0 < active <= all < "
+            f"{_MOST_PARAMETERS / BILLION:g}"
         )
     if geometry.has_attention and query_heads is None:
         raise InvalidArgument(f"model {geometry.name!r}: its number of query heads is not known; give --query-heads")
     heads = 0 if query_heads is None else require_count("query_heads", query_heads)
     width = heads * geometry.attention_layers[0].key_dim if geometry.has_attention else 0
-    require_count("weight_bytes", weight_bytes)
     return ModelCosts(billions * BILLION, active * BILLION, width, weight_bytes, "given by the user")
 
 

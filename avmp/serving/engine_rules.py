@@ -16,7 +16,7 @@ class EngineRules:
 
     ``reserve_tokens`` is the room that an admission must leave for each running request, the new one included, to grow
     into; a request that runs alone needs none. A page each, the default, prevents nearly all preemptions, most of
-    which would follow from the admission just before; vLLM admits without (0).
+    which would follow from the admission just before; vLLM admits without (0). With ``swap`` the host has room for all.
     """
 
     token_budget: int = 8192

@@ -82,7 +82,8 @@ def _latencies(axes: Any, served: Mapping[str, Served]) -> None:
             axes.step(waits, (np.arange(len(waits)) + 1) / len(waits), where="post", label=name)
     axes.set(title="time to first token", xlabel="seconds", ylabel="share of requests", ylim=(0, 1))
     axes.set_xscale("log")
-    axes.legend(fontsize="small")
+    if axes.lines:  # nobody may have had a token
+        axes.legend(fontsize="small")
 
 
 def _throughput(axes: Any, results: Sequence[tuple[float | None, ServingResult]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from avmp.serving.metrics import Latency, ServingResult
 from avmp.serving.served import Served
@@ -36,7 +36,7 @@ def _refused_lines(trace: Trace, result: ServingResult) -> list[int] | None:
 
 
 def as_lines(server: Server, trace: Trace, target: Latency, runs: list[Run]) -> str:
-    """One JSON object a line for each run."""
+    """One JSON object a line for each run, with what it was run and judged by."""
     return "\n".join(
         json.dumps(
             {
@@ -45,6 +45,8 @@ def as_lines(server: Server, trace: Trace, target: Latency, runs: list[Run]) -> 
                 "device": server.model.device.name,
                 "tp": server.model.tp_size,
                 "arena_bytes": server.layout.arena_bytes,
+                "engine": asdict(server.rules),
+                "target": asdict(target),
                 "rate": run.rate,
                 "share": run.share,
                 "refused_lines": _refused_lines(trace, run.result),

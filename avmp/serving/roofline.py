@@ -99,6 +99,16 @@ class StepModel:
             )
         return arena
 
+    def require_room(self, cache_bytes: int) -> None:
+        """InvalidArgument where one device's memory does not hold its share of the weights and so much for caches."""
+        weights = int(self.costs.weights_bytes / self.tp_size)
+        if weights + cache_bytes > self.device.memory_bytes:
+            raise InvalidArgument(
+                f"{self.geometry.name} on {self.tp_size} x {self.device.name}: weights of {format_bytes(weights)} and "
+                f"{format_bytes(cache_bytes)} for caches a device are more than its "
+                f"{format_bytes(self.device.memory_bytes)}; use less for caches, or more or larger devices"
+            )
+
     def weights_read(self, tokens: int) -> float:
         """Bytes of weights that each device reads in a step of so many tokens."""
         weights, untouched = self._constants[:2]

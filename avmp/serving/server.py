@@ -31,7 +31,8 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Server:
-    """``cache_bytes`` on each device is for caches; by default what the step model leaves. Raises ArenaTooSmall."""
+    """``cache_bytes`` on each device is for caches; by default what the step model leaves. ``layout`` raises
+    ArenaTooSmall, and InvalidArgument where a device does not hold its share of the weights beside the caches."""
 
     model: StepModel
     rules: EngineRules = field(default_factory=EngineRules)
@@ -41,15 +42,18 @@ class Server:
     @cached_property
     def layout(self) -> Layout:
         """The arena of one device."""
-        arena = self.model.arena_bytes() if self.cache_bytes is None else self.cache_bytes
-        return Layout.plan(self.model.rank_geometry, arena)
+        if self.cache_bytes is None:
+            return Layout.plan(self.model.rank_geometry, self.model.arena_bytes())
+        self.model.require_room(self.cache_bytes)
+        return Layout.plan(self.model.rank_geometry, self.cache_bytes)
 
     def setup(self, trace: Trace) -> PolicySetup:
         """What policies are built from: tables for the longest request that the model is made for."""
         total = trace.prompt_tokens + trace.output_tokens
         longest = self.model.geometry.max_position_embeddings or int(total.max())
         suited = total[total <= longest]
-        return PolicySetup(self.layout, int(suited.max()) if len(suited) else 1, self.rules.max_batch, self.options)
+        most = min(self.rules.max_batch, len(trace))  # rows cost time and memory here, however many a server may have
+        return PolicySetup(self.layout, int(suited.max()) if len(suited) else 1, most, self.options)
 
     def policy(self, name: str | Fraction, trace: Trace) -> MemoryPolicy:
         """The policy of that name, or the static split of that share, empty."""
@@ -93,12 +97,15 @@ class Server:
 
 
 def sustained_rate(served: Served) -> float:
-    """Requests completed per second between the first and the last tenth of the completions; 0 of fewer than two."""
+    """Requests completed per second between the first and the last tenth of the completions; over the whole run where
+    these are at the same time, as with a single request; 0 where nothing was completed."""
     times = np.sort(served.finished[~np.isnan(served.finished)])
-    if len(times) < 2:
+    if not len(times):
         return 0.0
     low, high = len(times) // 10, len(times) - 1 - len(times) // 10
-    return float((high - low) / (times[high] - times[low])) if times[high] > times[low] else 0.0
+    if times[high] > times[low]:
+        return float((high - low) / (times[high] - times[low]))
+    return float(len(times) / (served.step_end[-1] - served.trace.arrival_seconds[0]))
 
 
 class TimedPolicy:

@@ -29,7 +29,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from avmp.baselines import IntArray, MemoryPolicy, PolicyFull
-from avmp.errors import Inconsistent
+from avmp.errors import Inconsistent, InvalidArgument
+from avmp.serving.arrivals import LATEST_SECONDS
 from avmp.serving.engine_rules import EngineRules
 from avmp.serving.roofline import StepModel
 from avmp.serving.served import Sample, Served
@@ -69,8 +70,14 @@ def simulate(
 ) -> Served:
     """Serves the whole trace from an empty memory. ``on_progress`` is told how many requests are dealt with.
 
-    The policy's arena is that of one rank of tensor parallelism; the step model knows the whole model.
+    The policy's arena is that of one rank of tensor parallelism; the step model knows the whole model. Raises
+    InvalidArgument where the last request arrives after LATEST_SECONDS.
     """
+    if trace.arrival_seconds[-1] > LATEST_SECONDS:
+        raise InvalidArgument(
+            f"trace {trace.name!r}: the last request arrives at {trace.arrival_seconds[-1]:g} s, expected at most "
+            f"{LATEST_SECONDS:,.0f} s, beside which the time of a step would be lost"
+        )
     run, told = _Run(trace, policy, step_model, rules or EngineRules()), 0
     while run.step():
         if on_progress is not None and run.done != told:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from bench.serving.grid import LOADS, MODELS, TRACES
-from bench.serving.report import Gain, Study
+from bench.serving.report import Study
 
 FIGURE = Path(__file__).resolve().parent.parent / "results" / "serving.png"
 
@@ -38,11 +38,3 @@ def draw(study: Study, path: Path = FIGURE) -> bool:
     axes.legend()
     figure.savefig(path, dpi=120)
     return True
-
-
-def _spans(gains: list[Gain | None]) -> list[list[float]]:
-    """How far the interval reaches below and above each bar."""
-    found = [gain for gain in gains if gain]
-    if len(found) < len(gains):
-        return [[0.0] * len(gains)] * 2
-    return [[100 * (gain.gain - gain.low) for gain in found], [100 * (gain.high - gain.gain) for gain in found]]

@@ -10,6 +10,7 @@ from typing import Any
 from avmp.errors import InvalidArgument
 from avmp.named_models import named_model
 from avmp.serving.engine_rules import EngineRules
+from avmp.serving.server import ENOUGH
 from avmp.text_table import format_table
 from avmp.units import format_bytes
 from bench.paper.bootstrap import paired_bootstrap
@@ -141,7 +142,8 @@ of Mooncake they see the short ones) arrive at half, once and twice the rate tha
 under full load. The engine runs at most {rules.token_budget:,} tokens and {rules.max_batch:,} requests a step,
 preempts the latest by {rules.preemption}, and, **for every policy alike, admits only where each running request keeps
 room for {rules.reserve_tokens} tokens**. `best-static` is the best static split of the whole arena, found by
-simulating the whole trace again and again: nobody who runs a server knows it beforehand. `vllm` is the inflated block,
+simulating the whole trace again and again: nobody who runs a server knows it beforehand. The search climbs to a local
+best, and ends at once at a split with {ENOUGH} of the oracle's tokens per second. `vllm` is the inflated block,
 mode none. States are kept as vLLM keeps them. Gains are in output tokens per second while requests arrive, with the
 95 % interval of a paired bootstrap over ten equal slices of that time.
 
@@ -211,12 +213,27 @@ def _little(study: Study) -> str:
                 )
     return f"""## Where it gains little
 
-A server below its capacity serves what arrives, whatever its memory does: at 0.5x every policy that can hold the
-requests is equal. Beyond, memory decides only where it is what runs out. Long contexts gain little against vLLM's mode
-none, whose waste per sequence does not grow with the length, and Jamba on an H200 has more memory than its batches
-need.
+A server below its capacity serves what arrives, whatever its memory does: at {LOADS[0]:g}x avmp, best-static, vllm and
+the oracle are equal.{_overloaded(study)}
+
+Beyond the oracle's capacity, memory decides only where it is what runs out. Long contexts gain little against vLLM's
+mode none, whose waste per sequence does not grow with the length, and Jamba on an H200 has more memory than its
+batches need.
 
 {chr(10).join(lines)}"""
+
+
+def _overloaded(study: Study) -> str:
+    """A sentence on policies whose own capacity is below the least load."""
+    most: dict[str, float] = {}
+    for name in OTHERS:
+        gains = [gain.gain for trace in TRACES if (gain := study.gain(CLOSER, trace, LOADS[0], name))]
+        if max(gains, default=0.0) >= LITTLE:
+            most[name] = max(gains)
+    if not most:
+        return ""
+    named = ", ".join(f"{name} (avmp gains up to {_percent(gain)})" for name, gain in most.items())
+    return f" On {CLOSER} this load is\nalready beyond the capacity of {named}."
 
 
 def _median(values: list[float]) -> float:
@@ -361,7 +378,8 @@ def _eager(study: Study) -> str:
     return f"""## What the reserve does
 
 The same without a reserve at admission, which is what vLLM does: whoever fits at this moment is admitted, and somebody
-is preempted when the others grow. The reserve is a rule of the engine, not of a memory policy, and helps all of them.
+is preempted when the others grow. The reserve is a rule of the engine, not of a memory policy: it spares either of them
+most of what is computed again, and costs a little where that was little.
 
 {format_table(header, rows)}"""
 
