@@ -50,6 +50,13 @@ def update_arguments(dtype: str, heads: int, dim: int, dstate: int, tied: bool) 
     return arguments | {"STORE": True, "HINT": 16, "KEPT_HINT": 1}
 
 
+def intermediate_arguments() -> dict[str, Any]:
+    """As speculative decoding in some engines has it: the states after all tokens beside the pool, which stays."""
+    kept: dict[str, Any] = dict.fromkeys(("entry_stride", "step_stride", "kept_head", "kept_dim"), "i32:16")
+    kept |= {"entries": "i32", "intermediate": "*fp32:16", "intermediate_indices": "*i32", "has_initial_state": "*u8"}
+    return kept | {"SINGLE": False, "STORE": False, "KEPT_HINT": 16}
+
+
 def update_entries() -> Iterator[Entry]:
     """One token and several, states of 4 and 2 bytes, one decay per head and one per element."""
     kernel = "avmp.kernels.selective_state_update:selective_state_update_kernel"
@@ -70,6 +77,11 @@ def update_entries() -> Iterator[Entry]:
             arguments = update_arguments(dtype, *shape) | {"M": tile.dims, "BLOCK": tile.block} | changed
             options = {"num_warps": tile.warps}
             yield Entry(f"state update, {name}", kernel, arguments, options, limits, (target,))
+    shape = (64, 64, 128, True)
+    tile = tuning.state_tile(*shape[1:], False, LANES["sm_90"])
+    arguments = update_arguments("bf16", *shape) | {"M": tile.dims, "BLOCK": tile.block} | intermediate_arguments()
+    options = {"num_warps": tile.warps}
+    yield Entry("state update, bf16, intermediate states", kernel, arguments, options, Limits(), ("sm_90",))
 
 
 def conv_arguments(width: int, state_len: int, channels_first: bool, dtype: str = "bf16") -> dict[str, Any]:
@@ -108,6 +120,23 @@ def conv_entries() -> Iterator[Entry]:
             channels = tuning.conv_channels(8448, element_bytes, False, LANES[target])
             arguments = arguments | {"CHANNELS": channels}
             yield Entry(f"conv update, {name}", kernel, arguments, {"num_warps": tuning.CONV_WARPS}, limits, (target,))
+    for name, arguments in seldom().items():
+        element_bytes = 4 if "fp32 state" in name else 2
+        arguments["CHANNELS"] = tuning.conv_channels(8448, element_bytes, False, LANES["sm_90"])
+        options = {"num_warps": tuning.CONV_WARPS}
+        yield Entry(f"conv update, {name}", kernel, arguments, options, Limits(), ("sm_90",))
+
+
+def seldom() -> dict[str, dict[str, Any]]:
+    """What engines ask for now and then. Nothing may spill."""
+    several: dict[str, Any] = {"SINGLE": False}
+    stored = several | {"targets": "*i32", "accepted": "*i32", "COLUMNS": 4, "TARGET_COLUMNS": 4}
+    return {
+        "width 4, stored after each token": conv_arguments(4, 3, False) | stored,
+        "width 4, snapshot, fresh rows": conv_arguments(4, 3, False) | {"targets": "*i64", "has_initial_state": "*u8"},
+        "width 4 of 9, several tokens": conv_arguments(4, 9, False) | several | {"HISTORY": 3},
+        "width 4, fp32 state": conv_arguments(4, 3, False) | {"conv_state": "*fp32:16", "weight": "*fp32:16"},
+    }
 
 
 def state_entries() -> Iterator[Entry]:

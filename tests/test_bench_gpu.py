@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,16 +19,18 @@ from typing import Any
 import pytest
 import torch
 
+from avmp import ops
 from avmp.backends import use_backend
 from avmp.kernels import units
-from bench.gpu import correctness, counts, decode, problems, report, run, timing
+from bench.gpu import bandwidth, correctness, counts, decode, problems, report, run, timing
 from bench.gpu.__main__ import SECTIONS, main
 from bench.gpu.run import Clock, NotPossible, Record, Row, Watchdog
 from tests.attention_problems import Shape as OtherShape
 from tests.attention_problems import make_problem, oracle
 
 DRY = ["--device", "cpu", "--dry-run"]
-TIMINGS = ("median_us", "least_us", "gb_per_second", "share_of_copy", "share_of_same_copy", "lanes_over_envelope")
+TIMINGS = ("median_us", "least_us", "gb_per_second", "share_of_copy", "share_of_same_copy", "share_of_first")
+TIMINGS += ("lanes_over_envelope",)
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -106,7 +109,14 @@ def test_the_rows_of_it(dry_run: tuple[Path, Any]) -> None:
     peers = {row["name"].partition(":")[0]: row for row in found["peers"]["rows"]}
     assert set(peers) == {"flash_attn", "flashinfer", "vllm"}
     for row in found["decode"]["rows"]:
-        assert set(row["timings"]) == timed and row["difference"] <= decode.TOLERANCE
+        assert set(row["timings"]) == timed
+        assert set(row["differences"]) == {"avmp", "plain pages", "sdpa, grouped"}
+        assert max(row["differences"].values()) <= decode.TOLERANCE and row["bytes_differing_by_page_table"] == 0
+        assert set(row["computed_by"]) == {"sdpa", "sdpa, grouped"}
+        assert set(row["computed_by"].values()) <= set(torch.nn.attention.SDPBackend.__members__)
+    for row in found["lanes"]["rows"]:
+        assert set(row["differences"]) == {"lanes", "envelope"} and row["ok"]
+    assert [row["name"] for row in found["drift"]["rows"]] == ["copy_ of 0.0625 MiB, again"]
 
 
 # -- what goes wrong -------------------------------------------------------------------------------------------------
@@ -167,6 +177,10 @@ class Time:
             return figures
 
         return Row(name, make)
+
+
+def dry_bench() -> problems.Bench:
+    return problems.Bench(torch.device("cpu"), True, timing.Timer(torch.device("cpu"), timing.Sensors(None), True))
 
 
 def raising(error: BaseException) -> Callable[[], dict[str, Any]]:
@@ -249,6 +263,42 @@ def test_the_watchdog_ends_what_hangs(tmp_path: Path) -> None:
     assert left == [1]
 
 
+def test_the_watchdog_ends_the_process_even_if_nothing_can_be_written(tmp_path: Path) -> None:
+    record, left = Record(tmp_path / "absent" / "gpu.json"), list[int]()
+    with Watchdog(record, Clock(0.01, time.monotonic()), left.append):
+        for _ in range(500):
+            if left:
+                break
+            time.sleep(0.01)
+    assert left == [1]
+
+
+def test_what_grows_while_it_is_written_is_written(tmp_path: Path) -> None:
+    growing: dict[str, Any] = {}
+
+    class Growing(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            growing[f"more {len(growing)}"] = 1
+            return super().__iter__()
+
+    growing["first"] = Growing([1])
+    Record(tmp_path / "gpu.json", entry=growing).write()
+    assert read(tmp_path)["entry"] == {"first": [1]} and len(growing) == 2
+
+
+def test_a_late_row_begins_in_the_reserve_but_not_at_its_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    clock, record = Time(monkeypatch), Record(tmp_path / "gpu.json")
+
+    def rows() -> Iterator[Row]:
+        for name, late in (("begun", False), ("usual", False), ("late", True), ("too late", True)):
+            yield clock.row(name, 9.0 if name == "begun" else 4.0)._replace(late=late)
+
+    assert run.run([("all", rows)], record, Clock(run.RESERVE_SECONDS + 9, 0.0))
+    (found,) = read(tmp_path)["sections"]
+    assert [row["name"] for row in found["rows"]] == ["begun", "late"]
+    assert [row["name"] for row in found["dropped"]] == ["usual", "too late"]
+
+
 # -- timing, on a device that is none --------------------------------------------------------------------------------
 
 
@@ -256,7 +306,7 @@ class FakeCuda:
     """As much of ``torch.cuda`` as timing uses. A call takes as long as ``took`` says, in turn."""
 
     def __init__(self, took: list[float], capturable: bool = True) -> None:
-        self.took, self.now, self.log = took, 0.0, list[str]()
+        self.took, self.now, self.log, self.stream = took, 0.0, list[str](), "its own"
         cuda = self
 
         class Event:
@@ -267,6 +317,9 @@ class FakeCuda:
                 cuda.log.append("event")
                 self.at = cuda.now
 
+            def synchronize(self) -> None:
+                cuda.log.append("wait")
+
             def elapsed_time(self, end: Any) -> float:
                 return (end.at - self.at) * 1e3
 
@@ -276,14 +329,25 @@ class FakeCuda:
 
         @contextmanager
         def graph(graph: CUDAGraph) -> Iterator[None]:
-            yield
-            if not capturable:
-                raise RuntimeError("operation not permitted when stream is capturing\nmore")
+            """As torch's: a capture that cannot be ended leaves its stream the current one."""
+            before, cuda.stream = cuda.stream, "capturing"
+            try:
+                yield
+            finally:
+                if not capturable:
+                    raise RuntimeError("operation not permitted when stream is capturing\nmore")
+                cuda.stream = before
 
         self.Event, self.CUDAGraph, self.graph = Event, CUDAGraph, graph
 
     def synchronize(self) -> None:
         self.log.append("synchronize")
+
+    def current_stream(self) -> str:
+        return self.stream
+
+    def set_stream(self, stream: str) -> None:
+        self.stream = stream
 
     def work(self) -> None:
         self.log.append("work")
@@ -297,7 +361,8 @@ def fake_timer(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> timing.Timer:
         cuda.now += 1e-4
 
     monkeypatch.setattr(timing, "FLUSH_BYTES", 64)
-    timer = timing.Timer(torch.device("cpu"), timing.Sensors(None), dry=False)
+    sensors: Any = SimpleNamespace(read=lambda: cuda.log.append("sensors"))
+    timer = timing.Timer(torch.device("cpu"), sensors, dry=False)
     monkeypatch.setattr(timing, "torch", SimpleNamespace(cuda=cuda, sum=flushed))
     return timer
 
@@ -308,9 +373,68 @@ def test_a_call_is_captured_and_replayed_between_flushes(monkeypatch: pytest.Mon
     taken = fake_timer(monkeypatch, cuda).measure(lambda: calls.append(1))
     assert (taken["median_us"], taken["least_us"], taken["captured"]) == (2000.0, 1000.0, True)
     assert len(calls) == 2, "once to compile, once captured"
-    assert timing.LEAST_REPETITIONS <= taken["repetitions"] <= timing.MOST_REPETITIONS
-    timed = ["flush", "event", "work", "event"] * taken["repetitions"]
-    assert cuda.log[-len(timed) - 1 :] == [*timed, "synchronize"]
+    log = [entry for entry in cuda.log if entry not in ("wait", "sensors")]
+    assert log[:3] == ["synchronize", "work", "synchronize"] and log[-1] == "synchronize"
+    assert log[3:-1] == ["flush", "event", "work", "event"] * (len(log[3:-1]) // 4)
+    assert taken["repetitions"] < len(log) // 4
+
+
+def test_the_device_never_idles_before_its_sensors_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda([0.001])
+    fake_timer(monkeypatch, cuda).measure(lambda: None)
+    assert cuda.log.count("sensors") == 1 and cuda.log[-2:] == ["sensors", "synchronize"]
+    waits = [place for place, entry in enumerate(cuda.log) if entry == "wait"][1:]
+    chunk = int(timing.CHUNK_SECONDS / 0.00105)
+    assert len(waits) > 2 and {waits[place + 1] - waits[place] for place in range(len(waits) - 1)} == {4 * chunk + 1}
+    assert cuda.log[: waits[0]].count("work") == 1 + 3 + 2 * chunk, "a chunk is under way whenever one is waited for"
+
+
+@pytest.mark.parametrize(("took", "least", "most"), [(1e-6, 1000, 1000), (0.001, 100, 140), (0.5, 7, 8)])
+def test_repetitions(monkeypatch: pytest.MonkeyPatch, took: float, least: int, most: int) -> None:
+    taken = fake_timer(monkeypatch, FakeCuda([took])).measure(lambda: None)
+    assert least <= taken["repetitions"] <= most
+
+
+def test_a_cold_device_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda([])
+
+    def work() -> None:
+        cuda.now += 0.003 if cuda.now < timing.WARM_SECONDS else 0.001
+
+    monkeypatch.setattr(cuda, "work", work)
+    times, _ = fake_timer(monkeypatch, cuda)._times(work)
+    assert max(times) == pytest.approx(0.001) and len(times) * 0.0011 >= timing.SECONDS
+
+
+def test_after_a_capture_that_failed_the_stream_is_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda([0.001], capturable=False)
+
+    def call() -> None:
+        if cuda.stream == "capturing":
+            raise ValueError("in the middle of it")
+        cuda.work()
+
+    taken = fake_timer(monkeypatch, cuda).measure(call)
+    assert taken["captured"] == "RuntimeError: operation not permitted when stream is capturing"
+    assert cuda.stream == "its own" and taken["median_us"] == 1000.0
+
+
+def test_bandwidth_takes_nothing_from_the_default_generator() -> None:
+    before = torch.get_rng_state()
+    assert bandwidth.random_bytes(dry_bench(), 2, 4096).unique().numel() > 200
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_the_drift_is_the_share_of_the_first_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = dry_bench()
+    speeds = iter([100.0, 125.0])
+    monkeypatch.setattr(bench.timer, "measure", lambda call: {"median_us": next(speeds)})
+    ceiling = bandwidth.Ceiling(bench)
+    (row,) = bandwidth.drift_rows(bench, ceiling)
+    with pytest.raises(NotPossible, match="no copy of"):
+        row.make()
+    ceiling.copy(bandwidth.copies(bench)[0])
+    assert row.late and row.make()["share_of_first"] == pytest.approx(0.8, rel=0.01)
 
 
 def test_what_cannot_be_captured_is_called_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,21 +501,82 @@ def test_sensors(monkeypatch: pytest.MonkeyPatch) -> None:
     assert absent.read() is None and absent.note is not None and absent.note.startswith("ModuleNotFoundError")
 
 
-def test_a_peer_that_is_installed_is_timed_and_one_that_refuses_is_no_failure(
-    monkeypatch: pytest.MonkeyPatch, interpreter: None
+def test_peers_are_imported_when_their_row_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode.importlib, "import_module", raising(AssertionError("too early")))
+    names = [row.name for row in decode.peer_rows(dry_bench())]
+    assert len(names) == (1 + len(decode.TINY)) * len(decode.PEERS) and set(decode.PEERS) <= set(names)
+
+
+def test_memory_that_torch_holds_back_is_given_up_before_it_is_asked_how_much_is_free(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    bench = problems.Bench(torch.device("cpu"), True, timing.Timer(torch.device("cpu"), timing.Sensors(None), True))
+    asked: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: asked.append("empty"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (asked.append("free"), 7)[1:])
+    assert decode.free_bytes(torch.device("cpu")) == 7 and asked == ["empty", "free"]
+
+
+def wrong(call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    return lambda: call() * 1.1
+
+
+@pytest.mark.parametrize("method", ["avmp", "physical_ids", "sdpa_grouped", "plain"])
+def test_no_decode_row_is_timed_unless_all_of_it_is_right(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    bench, original = dry_bench(), getattr(decode.Case, method)
+
+    def replaced(case: decode.Case, *arguments: Any) -> Any:
+        found = original(case, *arguments)
+        if method != "plain":
+            return wrong(found)
+        found.physical_ids = lambda: wrong(decode.Case.physical_ids(found))
+        return found
+
+    with use_backend("torch"):
+        (row, *_) = decode.rows(bench, bandwidth.Ceiling(bench))
+        assert row.make()["ok"]
+        monkeypatch.setattr(decode.Case, method, replaced)
+        found = row.make()
+    assert found["ok"] is False and "timings" not in found
+
+
+def test_no_lanes_are_timed_unless_both_layouts_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = decode.Case.avmp
+
+    def replaced(case: decode.Case) -> Any:
+        return wrong(original(case)) if case.pages.stride(0) > case.page * case.cache.token else original(case)
+
+    with use_backend("torch"):
+        (row,) = decode.lane_rows(dry_bench())
+        assert row.make()["ok"]
+        monkeypatch.setattr(decode.Case, "avmp", replaced)
+        found = row.make()
+    assert found["ok"] is False and "envelope" not in found
+    assert found["differences"]["lanes"] <= decode.TOLERANCE < found["differences"]["envelope"]
+
+
+def test_a_peer_that_is_installed_is_timed_and_one_that_refuses_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = dry_bench()
 
     def refuse(case: Any, keys: torch.Tensor, values: torch.Tensor) -> Any:
         raise ValueError("pages of 256 only")
 
     monkeypatch.setattr(
-        decode, "PEERS", {"json": lambda case, *kv: case.sdpa(*kv), "math": refuse, "absent_peer": refuse}
+        decode,
+        "PEERS",
+        {
+            "json": lambda case, *kv: case.sdpa(*kv),
+            "math": refuse,
+            "absent_peer": refuse,
+            "cmath": lambda case, *kv: lambda: case.sdpa(*kv)() * 1.1,
+        },
     )
-    with use_backend("triton"):
+    with use_backend("torch"):
         found = {row.name: row.make() for row in decode.peer_rows(bench)}
     assert found["absent_peer"] == {"missing": "ModuleNotFoundError: No module named 'absent_peer'"}
     assert found["math: batch 1, context 64, page 16"] == {"refused": "ValueError: pages of 256 only"}
+    assert found["cmath: batch 1, context 64, page 16"]["refused"].startswith("its result is another one, by 0.1")
     timed = found["json: batch 1, context 64, page 16"]
     assert timed["peer"] == timed["avmp"] == timing.NO_MEASUREMENT and timed["times_as_long"] is None
 
@@ -414,6 +599,23 @@ def test_its_reference_agrees_with_that_of_the_tests(shape: OtherShape) -> None:
     mine = problems.attention_by_hand(call, torch.float64)
     for one, right in zip(mine, oracle(call), strict=True):
         torch.testing.assert_close(one, right, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["state update, Mamba-1", "state update, speculative", "conv update, several tokens"])
+def test_a_mistake_that_kernel_and_reference_share_is_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    with use_backend("torch"):
+        case = dict(correctness.cases(dry_bench()))[name]
+        error, allowed = case()
+        assert error <= allowed
+        for operation in ("selective_state_update", "causal_conv1d_update"):
+            original = getattr(ops, operation)
+
+            def mistaken(original: Any = original, **call: Any) -> Any:
+                return original(**call | {"x": call["x"] * 1.02})
+
+            monkeypatch.setattr(ops, operation, mistaken)
+        error, allowed = case()
+    assert error > allowed
 
 
 def test_judgements() -> None:
@@ -457,18 +659,56 @@ def test_the_grid_begins_with_what_matters_and_has_everything() -> None:
     assert {"batch 256, context 131072, page 64", "batch 1, context 1024, page 16"} <= set(names)
 
 
-def test_the_summary_and_the_figure_of_a_run_that_measured(tmp_path: Path) -> None:
-    timed = {"median_us": 100.0, "least_us": 90.0}
-    moved = {"name": "migrate", "gb_per_second": 4000.0, "share_of_copy": 0.93, **timed}
+def measured_record(captured: Any) -> dict[str, Any]:
+    timed = {"median_us": 100.0, "least_us": 90.0, "captured": True}
+    moved = {"name": "migrate", "gb_per_second": 4000.0, "share_of_copy": 0.93, **timed, "captured": captured}
     decoded = {"name": "batch 8", "batch": 8, "context": 1024, "page": 16, "kv_bytes": 10**8, "share_of_copy": 0.9}
-    decoded |= {"timings": {"avmp": timed, "sdpa": timed}, "times_as_long_as": {"avmp": 1.0, "sdpa": 0.5}}
+    decoded |= {"timings": {"avmp": timed, "sdpa": timed | {"captured": captured}}}
+    decoded |= {"times_as_long_as": {"avmp": 1.0, "sdpa": 0.5}}
+    again = {"name": "copy_ of 1024 MiB, again", **timed, "share_of_first": 0.97}
     entry = {"status": "done", "dropped": []}
     made = [{"name": "bandwidth", "rows": [moved], **entry}, {"name": "decode", "rows": [decoded], **entry}]
-    record = {"measured": True, "machine": {"device": "a GPU"}, "sections": made}
+    made.append({"name": "drift", "rows": [again], **entry})
+    return {"measured": True, "machine": {"device": "a GPU"}, "sections": made}
+
+
+def test_the_summary_and_the_figure_of_a_run_that_measured(tmp_path: Path) -> None:
+    record = measured_record(True)
     text = report.summary(record)
-    assert "0.93" in text and "0.5" in text and "dry run" not in text
+    assert "0.93" in text and "0.5" in text and "dry run" not in text and report.EAGER not in text
+    assert "copy_ of 1024 MiB, again: 0.97 of its speed" in text
     note = report.draw(record, tmp_path / "gpu.png")
     assert (note is None) == (tmp_path / "gpu.png").exists() == (find_spec("matplotlib") is not None)
+
+
+def test_what_was_not_captured_is_marked(tmp_path: Path) -> None:
+    record = measured_record("RuntimeError: not permitted")
+    text = report.summary(record)
+    assert "0.93*" in text and "0.5*" in text and "0.9*" not in text and text.endswith(report.EAGER_NOTE)
+    if find_spec("matplotlib") is None:
+        return
+    from matplotlib.figure import Figure
+
+    texts: list[str] = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Figure, "savefig", lambda figure, *_, **__: texts.extend(drawn(figure)))
+        assert report.draw(record, tmp_path / "gpu.png") is None
+    assert {"migrate*", "*", report.EAGER_NOTE} <= set(texts)
+
+
+def drawn(figure: Any) -> list[str]:
+    """All texts of a figure."""
+    from matplotlib.text import Text
+
+    return [text.get_text() for text in figure.findobj(Text)]
+
+
+def test_a_figure_that_fails_leaves_a_note(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "gpu.png").write_bytes(b"half of it")
+    monkeypatch.setattr(report, "_draw", lambda record, path: raising(KeyError("median_us"))())
+    assert report.draw(measured_record(True), tmp_path / "gpu.png") == "KeyError: 'median_us'"
+    assert not list(tmp_path.iterdir())
 
 
 def test_without_matplotlib_the_record_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -477,10 +717,20 @@ def test_without_matplotlib_the_record_says_so(monkeypatch: pytest.MonkeyPatch, 
     assert note is not None and note.startswith("matplotlib cannot be imported") and not list(tmp_path.iterdir())
 
 
-def test_sections_can_be_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_sections_can_be_chosen_and_the_figure_is_drawn_when_all_else_is_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def draw(record: dict[str, Any], path: Path) -> str:
+        timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+        assert all(timer.finished.is_set() for timer in timers), "the watchdog would end the process"
+        assert read(tmp_path)["exit_code"] == 0 and read(tmp_path)["complete"] and not read(tmp_path)["figure"]
+        return "none today"
+
+    monkeypatch.setattr(report, "draw", draw)
     monkeypatch.setattr(correctness, "cases", lambda bench: iter([("nothing", lambda: (0.0, 0.0))]))
-    assert main(["--out", str(tmp_path), "--only", "lanes", *DRY]) == 0
-    assert list(sections(read(tmp_path))) == ["correctness", "ceiling", "lanes"]
+    assert main(["--out", str(tmp_path), "--only", "host", *DRY]) == 0
+    assert list(sections(read(tmp_path))) == ["correctness", "ceiling", "host", "drift"]
+    assert read(tmp_path)["figure"] is None and read(tmp_path)["figure_note"] == "none today"
 
 
 @pytest.mark.slow

@@ -23,14 +23,33 @@ from typing import Any
 STARTED = time.monotonic()
 SCHEMA = 1
 GATE = "correctness"
-SECTIONS = (GATE, "ceiling", "bandwidth", "launches", "compilations", "host", "lanes", "decode", "peers", "profile")
+SECTIONS = (
+    GATE,
+    "ceiling",
+    "bandwidth",
+    "launches",
+    "compilations",
+    "host",
+    "lanes",
+    "decode",
+    "peers",
+    "drift",
+    "profile",
+)
+ALWAYS = (GATE, "ceiling", "drift")
+"""Shares are of the ceiling, and say little where it has sunk meanwhile."""
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where gpu.json and gpu.png go")
     parser.add_argument("--budget", type=float, default=240, metavar="SECONDS", help="of the whole run (default 240)")
-    parser.add_argument("--only", nargs="+", choices=SECTIONS[2:], help=f"beside {GATE} and ceiling, only these")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=[name for name in SECTIONS if name not in ALWAYS],
+        help=f"beside {', '.join(ALWAYS)}: only these",
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU: the whole course of it, no measurement")
     options = parser.parse_args(arguments)
@@ -68,13 +87,13 @@ def main(arguments: list[str] | None = None, started: float | None = None) -> in
     options.out.mkdir(parents=True, exist_ok=True)
     head: dict[str, Any] = dict(schema=SCHEMA, benchmark="gpu", measured=not options.dry_run, complete=False)
     head |= dict(started=datetime.now(timezone.utc).isoformat(timespec="seconds"), budget=options.budget, seconds=0.0)
+    head |= dict(figure=None, figure_note="the run has not come to it")
     record = Record(options.out / "gpu.json", **head, interrupted=False, exit_code=None, sections=[])
     with Watchdog(record, clock), torch.no_grad(), use_backend("triton"):
         well = run(sections(options, record), record, clock, GATE)
-        note = report.draw(record.content, options.out / "gpu.png")
-        record.write(
-            figure=None if note else "gpu.png", figure_note=note, exit_code=0 if well else 1, seconds=clock.used()
-        )
+        record.write(exit_code=0 if well else 1, seconds=round(clock.used(), 3))
+    note = report.draw(record.content, options.out / "gpu.png")  # its time and its faults are no part of the run
+    record.write(figure=None if note else "gpu.png", figure_note=note)
     print(report.summary(record.content))
     return 0 if well else 1
 
@@ -112,9 +131,10 @@ def sections(options: argparse.Namespace, record: Any) -> list[Any]:
         "lanes": partial(decode.lane_rows, bench),
         "decode": partial(decode.rows, bench, ceiling),
         "peers": partial(decode.peer_rows, bench),
+        "drift": partial(bandwidth.drift_rows, bench, ceiling),
         "profile": partial(counts.profile_rows, bench),
     }
-    wanted = (*SECTIONS[:2], *options.only) if options.only else SECTIONS  # shares are of the ceiling
+    wanted = (*ALWAYS, *options.only) if options.only else SECTIONS
     return [(name, made[name]) for name in SECTIONS if name in wanted]
 
 

@@ -11,7 +11,7 @@ from avmp import ops
 from avmp.layout import Layout
 from avmp.named_models import named_model
 from bench.gpu.problems import Bench, conv_call, update_call
-from bench.gpu.run import Row
+from bench.gpu.run import NotPossible, Row
 
 MIB = 1 << 20
 
@@ -26,12 +26,22 @@ class Ceiling:
     def copy(self, payload: int) -> dict[str, Any]:
         """The timing of one contiguous copy of so many bytes; the ceiling rises to the best of them."""
         if payload not in self._copies:
-            source, target = torch.empty(2, payload, dtype=torch.uint8, device=self._bench.device).random_().unbind()
-            taken = self._bench.timer.measure(lambda: target.copy_(source))
-            self._copies[payload] = taken | {"gb_per_second": rate(2 * payload, taken)}
+            self._copies[payload] = self._copied(payload)
         found = self._copies[payload]
         self.gb_per_second = max(filter(None, (self.gb_per_second, found["gb_per_second"])), default=None)
         return found
+
+    def drift(self, payload: int) -> dict[str, Any]:
+        """A copy that was timed before, timed once more: its speed, and that as a share of the first time's."""
+        if payload not in self._copies:
+            raise NotPossible(f"no copy of {payload / MIB:g} MiB was timed at the beginning")
+        before, again = self._copies[payload]["gb_per_second"], self._copied(payload)
+        return again | {"share_of_first": ratio(again["gb_per_second"], before)}
+
+    def _copied(self, payload: int) -> dict[str, Any]:
+        source, target = random_bytes(self._bench, 2, payload).unbind()
+        taken = self._bench.timer.measure(lambda: target.copy_(source))
+        return taken | {"gb_per_second": rate(2 * payload, taken)}
 
     def share(self, moved: int, call: Callable[[], Any]) -> dict[str, Any]:
         """The timing of a call that reads and writes so many bytes together, beside copies: at its best, and of as
@@ -47,6 +57,12 @@ class Ceiling:
         }
 
 
+def random_bytes(bench: Bench, *shape: int) -> torch.Tensor:
+    """From a generator of its own: a capture that has failed leaves the default one unusable."""
+    generator = torch.Generator(bench.device).manual_seed(0)
+    return torch.empty(shape, dtype=torch.uint8, device=bench.device).random_(generator=generator)
+
+
 def rate(moved: int, taken: dict[str, Any]) -> float | None:
     """GB/s at the median."""
     return None if taken["median_us"] is None else round(moved / taken["median_us"] / 1e3, 2)
@@ -60,8 +76,19 @@ def ceiling_rows(bench: Bench, ceiling: Ceiling) -> Iterator[Row]:
     """What a launch takes that does next to nothing, and copies of several sizes."""
     word = torch.zeros(1, device=bench.device)
     yield Row("one word", lambda: bench.timer.measure(lambda: word.add_(1)))
-    for payload in bench.size((1024 * MIB, 256 * MIB, 64 * MIB, 16 * MIB), (MIB // 16,)):
+    for payload in copies(bench):
         yield Row(f"copy_ of {payload / MIB:g} MiB", lambda payload=payload: ceiling.copy(payload))
+
+
+def copies(bench: Bench) -> tuple[int, ...]:
+    """Bytes of the copies that make the ceiling, the longest first."""
+    return tuple(bench.size((1024 * MIB, 256 * MIB, 64 * MIB, 16 * MIB), (MIB // 16,)))
+
+
+def drift_rows(bench: Bench, ceiling: Ceiling) -> Iterator[Row]:
+    """What is left of the ceiling at the end of a run that has warmed the device up."""
+    payload = copies(bench)[0]
+    yield Row(f"copy_ of {payload / MIB:g} MiB, again", lambda: ceiling.drift(payload), late=True)
 
 
 def rows(bench: Bench, ceiling: Ceiling) -> Iterator[Row]:
@@ -97,7 +124,7 @@ def unit_row(bench: Bench, ceiling: Ceiling, name: str, what: str, size: int, la
     """Random units of an arena to random others; ids are on the device."""
 
     def make() -> dict[str, Any]:
-        arena = torch.zeros(lanes, 4 * count * size, dtype=torch.uint8, device=bench.device).random_()
+        arena = random_bytes(bench, lanes, 4 * count * size)
         ids = bench.permutation(4 * count)[: 2 * count].view(2, count)
         arguments: tuple[torch.Tensor, ...] = {"migrate": (ids,), "zero_units": (ids[0],)}.get(name, tuple(ids))
         if name == "swap_out":

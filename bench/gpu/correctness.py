@@ -32,6 +32,7 @@ from bench.gpu.problems import (
     worst,
 )
 from bench.gpu.run import Row
+from bench.gpu.states_by_hand import by_hand
 
 Judgement = tuple[float, float]
 
@@ -54,7 +55,7 @@ def cases(bench: Bench) -> Iterator[tuple[str, Callable[[], Judgement]]]:
         ("copy_units, odd units, virtual ids", lambda: units(bench, 4352, "copy_units", virtual=True)),
         ("zero_units", lambda: units(bench, 64 * 1024, "zero_units")),
         ("poison_units", lambda: units(bench, 4352, "poison_units")),
-        ("migrate, count on the device", lambda: migration(bench, 64 * 1024, 50, True)),
+        ("migrate, count on the device", lambda: migration(bench, 64 * 1024, bench.size(50, 10), True)),
         ("migrate, 70,000 units", lambda: migration(bench, 256, bench.size(70_000, 300), False)),
         ("swap_out, swap_in", lambda: swap(bench)),
         ("apply_table_changes", lambda: tables(bench)),
@@ -104,10 +105,6 @@ def cases(bench: Bench) -> Iterator[tuple[str, Callable[[], Judgement]]]:
 
 def on_cpu(value: Any) -> Any:
     return value.cpu() if torch.is_tensor(value) else value
-
-
-def floating(value: Any) -> bool:
-    return torch.is_tensor(value) and value.is_floating_point()
 
 
 def same_bytes(operation: str, written: torch.Tensor, *arguments: Any, **keywords: Any) -> Judgement:
@@ -288,18 +285,12 @@ def permuted(bench: Bench) -> Judgement:
 
 
 def state(operation: str, mutated: str, call: dict[str, Any]) -> Judgement:
-    """Output and state, against the plain-torch reference with everything in fp32, and as it is."""
-    references = []
-    for wide in (True, False):
-        copy = {name: on_cpu(value) for name, value in call.items()}
-        if wide:
-            copy |= {name: value.float() for name, value in copy.items() if floating(value)}
-        copy[mutated] = copy[mutated].clone()
-        with ops.use_backend("torch"):
-            references.append((getattr(ops, operation)(**copy), copy[mutated]))
-    mine = getattr(ops, operation)(**call), call[mutated]
-    (exact, exact_state), (low, low_state) = references
-    return worst(judged(mine[0].cpu(), exact.double(), low), judged(mine[1].cpu(), exact_state.double(), low_state))
+    """Output and state, by hand: exact, and with fp32 in the middle as careful low precision."""
+    (exact, exact_state), (low, low_state) = (
+        by_hand(operation, call, dtype) for dtype in (torch.float64, torch.float32)
+    )
+    mine = getattr(ops, operation)(**call)
+    return worst(judged(mine.cpu(), exact, low), judged(call[mutated].cpu(), exact_state, low_state))
 
 
 # -- the pool --------------------------------------------------------------------------------------------------------

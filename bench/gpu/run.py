@@ -16,17 +16,19 @@ from typing import Any, NamedTuple
 import torch
 
 RESERVE_SECONDS = 6.0
-"""Of the budget, for the figure, the last write and the end of the process; no row begins in it."""
+"""Of the budget, for the last write, the figure and the end of the process; no row begins in it but a late one."""
 USUAL_SECONDS = 2.0
 """What a row is taken to cost before its section has shown what its rows cost: one compilation and one measurement."""
 
 
 class Row(NamedTuple):
     """One line of a section. ``make`` yields its figures; what is false under ``ok`` there is a failure. Nothing may
-    be done for a row before ``make`` is called: rows that the budget drops must cost nothing."""
+    be done for a row before ``make`` is called: rows that the budget drops must cost nothing. A ``late`` row, which
+    takes a second at most and says something about all others, may begin in the first half of the reserve."""
 
     name: str
     make: Callable[[], dict[str, Any]]
+    late: bool = False
 
 
 Section = tuple[str, Callable[[], Iterator[Row]]]
@@ -94,7 +96,7 @@ def _carry_out(entry: dict[str, Any], rows: Callable[[], Iterator[Row]], record:
     failures, expected = 0, USUAL_SECONDS
     try:
         for row in rows():
-            if clock.left() < expected:
+            if clock.left() < (-RESERVE_SECONDS / 2 if row.late else expected):
                 entry["dropped"].append({"name": row.name, "reason": "budget"})
                 continue
             began = clock.used()
@@ -138,15 +140,22 @@ class Watchdog:
         self._timer.cancel()
 
     def _end(self) -> None:
-        self._record.write(interrupted=True, complete=False, exit_code=1, seconds=round(self._clock.used(), 3))
-        print(f"the budget of {self._clock.budget:g} s is used up: {self._record.path}", file=sys.stderr, flush=True)
-        self._leave(1)
+        try:
+            self._record.write(interrupted=True, complete=False, exit_code=1, seconds=round(self._clock.used(), 3))
+            print(
+                f"the budget of {self._clock.budget:g} s is used up: {self._record.path}", file=sys.stderr, flush=True
+            )
+        except Exception:
+            traceback.print_exc()
+        finally:  # whatever happens: nobody else ends what hangs
+            self._leave(1)
 
 
 def _plain(value: Any) -> Any:
-    """JSON knows neither NaN nor infinity: they become their names."""
+    """JSON knows neither NaN nor infinity: they become their names. Dictionaries and lists are copied before they are
+    walked over: the watchdog writes while another thread extends them."""
     if isinstance(value, dict):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): _plain(one) for key, one in dict(value).items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
+        return [_plain(one) for one in tuple(value)]
     return repr(value) if isinstance(value, float) and not math.isfinite(value) else value

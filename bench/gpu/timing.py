@@ -2,7 +2,8 @@
 
 A call is captured into a CUDA graph, so that no time of the host is in the figure, and replayed between two events.
 Before each replay a buffer several times the size of the L2 cache is read: nothing of the last replay is left there,
-and nothing waits to be written back. What cannot be captured is called as it is, and its figure says so.
+and nothing waits to be written back. The device is kept at work from long before the first replay that counts until
+its state has been read. What cannot be captured is called as it is, and its figure says so.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ import torch
 FLUSH_BYTES = 256 * 2**20
 SECONDS = 0.12
 """Of one measurement, about."""
-LEAST_REPETITIONS, MOST_REPETITIONS = 7, 50
+WARM_SECONDS = 0.05
+"""Of replays before those that count: a device that has idled raises its clocks within some milliseconds."""
+CHUNK_SECONDS = 0.02
+"""Of replays that are queued at a time: more than the driver takes to answer what ``Sensors`` asks."""
+LEAST_REPETITIONS, MOST_REPETITIONS = 7, 1000
 HOST_LOOPS, HOST_CALLS = 5, 100
 """Fewer calls than a stream takes before it makes the host wait."""
 
@@ -103,28 +108,43 @@ class Timer:
             return dict(NO_MEASUREMENT)
         call()  # compiles
         replay, captured = _captured(call)
-        self._times(replay, 1)
-        one = self._times(replay, 2)[0][-1] + FLUSH_BYTES / 2e12
-        count = min(max(int(SECONDS / one), LEAST_REPETITIONS), MOST_REPETITIONS)
-        seconds, sensors = self._times(replay, count)
+        seconds, sensors = self._times(replay)
         return {
             "median_us": round(statistics.median(seconds) * 1e6, 3),
             "least_us": round(min(seconds) * 1e6, 3),
-            "repetitions": count,
+            "repetitions": len(seconds),
             "captured": captured,
             "sensors": sensors,
         }
 
-    def _times(self, replay: Callable[[], Any], count: int) -> tuple[list[float], dict[str, Any] | None]:
-        marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
-        for begin, end in marks:
+    def _times(self, replay: Callable[[], Any]) -> tuple[list[float], dict[str, Any] | None]:
+        """Seconds of each replay after the first WARM_SECONDS, and the sensors, read before the device has idled."""
+        self._queue(replay, 1)
+        ((begin, _), (_, end)) = self._queue(replay, 2)
+        end.synchronize()
+        chunk = min(max(int(CHUNK_SECONDS / (_seconds(begin, end) / 2)), 1), MOST_REPETITIONS)
+        under_way, times, counted = self._queue(replay, chunk), list[float](), 0.0
+        first = under_way[0][0]
+        while len(times) < LEAST_REPETITIONS or (counted < SECONDS and len(times) < MOST_REPETITIONS):
+            done, under_way = under_way, self._queue(replay, chunk)
+            done[-1][1].synchronize()
+            counted = _seconds(first, done[-1][1]) - WARM_SECONDS
+            times += [_seconds(begin, end) for begin, end in done if _seconds(first, begin) >= WARM_SECONDS]
+        sensors = self._sensors.read()  # a chunk is still under way
+        torch.cuda.synchronize()
+        return times[:MOST_REPETITIONS], sensors
+
+    def _queue(self, replay: Callable[[], Any], count: int) -> list[tuple[Any, Any]]:
+        """So many replays, each after a flush and between two events; nothing is waited for."""
+        marks = []
+        for _ in range(count):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.sum(self._lines, 0, keepdim=True, out=self._sink)
             begin.record()
             replay()
             end.record()
-        sensors = self._sensors.read()  # while the device is at work
-        torch.cuda.synchronize()
-        return [begin.elapsed_time(end) / 1e3 for begin, end in marks], sensors
+            marks.append((begin, end))
+        return marks
 
     def host(self, call: Callable[[], Any]) -> dict[str, Any]:
         """µs of the host per call, none of which waits for the device: median and least over loops of many."""
@@ -146,13 +166,21 @@ class Timer:
         }
 
 
+def _seconds(begin: Any, end: Any) -> float:
+    """Between two events that have passed."""
+    return float(begin.elapsed_time(end)) / 1e3
+
+
 def _captured(call: Callable[[], Any]) -> tuple[Callable[[], Any], Any]:
     """The call as a graph, or itself, with True or why it could not be captured."""
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     try:
-        with torch.cuda.graph(graph):
-            call()
+        try:
+            with torch.cuda.graph(graph):
+                call()
+        finally:  # a capture that fails to end leaves its own stream the current one
+            torch.cuda.set_stream(stream)
         graph.replay()
         torch.cuda.synchronize()
     except Exception as error:
