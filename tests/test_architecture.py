@@ -35,23 +35,34 @@ UP_TO_ALLOCATOR = {
 }
 
 # What a cache pool is made of.
-DEVICE_SIDE = {"views", "device_batch", "device_memory", "device_tables", "uploads", "host_swap", "backends", "ops"}
+DEVICE_SIDE = {"views", "device_batch", "device_memory", "device_tables", "uploads", "host_swap", "backends", "ops"} | {
+    "pool_checks",
+}
 
 # Everything outside the stages, each with all that it may import. Kernels get tensors and integers, never the policy.
 OTHERS = {
     "environment": FOUNDATION,
     "kernels": FOUNDATION | {"kernels"},
     "backends": FOUNDATION | {"kernels"},
-    "ops": FOUNDATION | {"kernels", "backends"},
+    "bounds": FOUNDATION | {"kernels", "backends"},
+    "places": FOUNDATION,
+    "schemas": FOUNDATION,
+    "id_checks": FOUNDATION | {"bounds", "kernels"},
+    "step_tables": FOUNDATION | {"bounds"},
+    "registration": FOUNDATION | {"backends", "bounds", "id_checks", "places", "schemas", "step_tables"},
+    "state_ops": FOUNDATION | {"registration", "step_tables"},
+    "unit_ops": FOUNDATION | {"registration", "step_tables"},
+    "ops": FOUNDATION | {"kernels", "backends", "registration", "step_tables", "state_ops", "unit_ops"},
     "compat": FOUNDATION | {"compat", "ops", "backends"},
-    "views": UP_TO_ALLOCATOR,
-    "device_batch": UP_TO_ALLOCATOR | {"uploads", "device_tables"},
-    "device_memory": UP_TO_ALLOCATOR,
-    "device_tables": UP_TO_ALLOCATOR,
+    "views": UP_TO_ALLOCATOR | {"places"},
+    "device_batch": UP_TO_ALLOCATOR | {"uploads", "device_tables", "bounds"},
+    "device_memory": UP_TO_ALLOCATOR | {"places"},
+    "device_tables": UP_TO_ALLOCATOR | {"bounds"},
     "uploads": UP_TO_ALLOCATOR | {"backends"},
     "host_swap": UP_TO_ALLOCATOR | {"backends"},
+    "pool_checks": UP_TO_ALLOCATOR | {"bounds", "device_batch"},
     "cache_pool": UP_TO_ALLOCATOR | DEVICE_SIDE,
-    "integrations": UP_TO_ALLOCATOR | {"integrations", "ops", "backends", "cache_pool"},
+    "integrations": UP_TO_ALLOCATOR | {"integrations", "ops", "backends", "cache_pool", "device_batch", "views"},
     "demo": UP_TO_ALLOCATOR | {"demo", "ops", "backends", "cache_pool", "workloads"},
 }
 

@@ -22,10 +22,19 @@ sys.meta_path.insert(0, Blocked)
 """
 
 DEVICE_SIDE = {"backends", "ops", "cache_pool", "compat", "integrations", "demo", "kernels"} | {
+    "bounds",
     "device_batch",
     "device_memory",
     "device_tables",
     "host_swap",
+    "id_checks",
+    "places",
+    "pool_checks",
+    "registration",
+    "schemas",
+    "state_ops",
+    "step_tables",
+    "unit_ops",
     "uploads",
     "views",
 }
