@@ -1,17 +1,17 @@
-"""Decode attention over pages on a CPU, beside torch's own attention on contiguous data of the same size.
+"""Attention over pages on a CPU, beside torch's own attention on contiguous data of the same size.
 
     python -m bench.attention [--rounds N] [--threads N] [--json FILE]
 
-Batch 8, 32 query heads on 8 KV heads of 128, pages of 16 tokens scattered over a pool with keys and values adjacent.
-The yardstick is ``scaled_dot_product_attention`` on keys and values that already lie contiguously, with the query
-heads of a group as the query's rows: its fastest form there. Wall time, medians over rounds in which both take turns;
-results are compared before anything is timed.
+32 query heads on 8 KV heads of 128, pages of 16 tokens scattered over a pool with keys and values adjacent: decode of
+8 sequences, and prefill of one. The yardstick is ``scaled_dot_product_attention`` on keys and values that already lie
+contiguously; in decode with the query heads of a group as the query's rows, its fastest form there. The floor of decode
+is to read keys and values once, here by summing the same bytes. Wall time, the least of the rounds in which all take
+turns; results are compared before anything is timed. ``python -m bench.kernels`` prints these figures, too.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -24,90 +24,126 @@ from bench.records import machine, write_lines
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM, PAGE_TOKENS = 8, 32, 8, 128, 16
 CONTEXTS = (1024, 2048, 4096, 8192)
+PREFILL_TOKENS = 2048
 BOUNDS = {torch.float32: 1.3, torch.bfloat16: 1.0}
-"""The most time that paged attention may take, in units of the yardstick's."""
+"""The most time that decode over pages may take, in units of the yardstick's."""
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+Calls = dict[str, Callable[[], torch.Tensor]]
 
 
-def make_case(dtype: torch.dtype, context: int) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]:
-    """The two measured calls, on the same keys and values."""
-    generator = torch.Generator().manual_seed(context)
-    shape = (BATCH, context, KV_HEADS, HEAD_DIM)
-    keys, values = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
-    q = torch.randn(BATCH, HEADS, HEAD_DIM, generator=generator).to(dtype)
-    pages = BATCH * context // PAGE_TOKENS
-    ids = torch.randperm(pages, generator=generator) + 1
-    arena = torch.zeros(pages + 1, 2, PAGE_TOKENS, KV_HEADS, HEAD_DIM, dtype=dtype)
-    for part, tensor in enumerate((keys, values)):
-        arena[ids, part] = tensor.view(pages, *arena.shape[2:])
-    table = torch.randperm(pages, generator=generator) + 1  # virtual ids, in the order of the sequences' pages
-    page_table = torch.zeros(pages + 1, dtype=torch.int32)
-    page_table[table] = ids.int()
-    block_table = table.int().view(BATCH, -1)
-    seq_lens = torch.full((BATCH,), context, dtype=torch.int32)
-    starts = torch.arange(BATCH + 1, dtype=torch.int32)
+class Case:
+    """Sequences of one length, in pages and contiguous, and a query of ``queries`` tokens for each."""
 
-    def paged() -> torch.Tensor:
+    def __init__(self, dtype: torch.dtype, batch: int, context: int, queries: int) -> None:
+        generator = torch.Generator().manual_seed(context)
+        shape = (batch, context, KV_HEADS, HEAD_DIM)
+        keys, values = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+        self.queries, self.scale = queries, HEAD_DIM**-0.5
+        self.q = torch.randn(batch * queries, HEADS, HEAD_DIM, generator=generator).to(dtype)
+        pages = batch * context // PAGE_TOKENS
+        ids = torch.randperm(pages, generator=generator) + 1
+        self.arena = torch.zeros(pages + 1, 2, PAGE_TOKENS, KV_HEADS, HEAD_DIM, dtype=dtype)
+        for part, tensor in enumerate((keys, values)):
+            self.arena[ids, part] = tensor.view(pages, *self.arena.shape[2:])
+        table = torch.randperm(pages, generator=generator) + 1  # virtual ids, in the order of the sequences' pages
+        self.page_table = torch.zeros(pages + 1, dtype=torch.int32)
+        self.page_table[table] = ids.int()
+        self.block_table = table.int().view(batch, -1)
+        self.seq_lens = torch.full((batch,), context, dtype=torch.int32)
+        self.starts = torch.arange(0, batch * queries + 1, queries, dtype=torch.int32)
+        self.k, self.v = (tensor.transpose(1, 2).contiguous() for tensor in (keys, values))
+
+    def paged(self) -> torch.Tensor:
         return paged_attention(
-            q,
-            arena[:, 0],
-            arena[:, 1],
-            block_table,
-            seq_lens,
-            starts,
-            scale=HEAD_DIM**-0.5,
-            max_query_len=1,
-            max_seq_len=context,
-            page_table=page_table,
+            self.q,
+            self.arena[:, 0],
+            self.arena[:, 1],
+            self.block_table,
+            self.seq_lens,
+            self.starts,
+            scale=self.scale,
+            max_query_len=self.queries,
+            max_seq_len=self.k.shape[2],
+            page_table=self.page_table,
         )[0]
 
-    k, v = (tensor.transpose(1, 2).contiguous() for tensor in (keys, values))
-    grouped = q.view(BATCH, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM)
+    def decode(self) -> torch.Tensor:
+        """Contiguous, for one query token: the heads of a group are rows of the query."""
+        grouped = self.q.view(len(self.k), KV_HEADS, HEADS // KV_HEADS, HEAD_DIM)
+        return F.scaled_dot_product_attention(grouped, self.k, self.v, scale=self.scale).reshape(self.q.shape)
 
-    def contiguous() -> torch.Tensor:
-        return F.scaled_dot_product_attention(grouped, k, v, scale=HEAD_DIM**-0.5).reshape(q.shape)
+    def prefill(self) -> torch.Tensor:
+        """Contiguous, for as many query tokens as keys."""
+        q = self.q.view(len(self.k), self.queries, HEADS, HEAD_DIM).transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, self.k, self.v, is_causal=True, scale=self.scale, enable_gqa=True)
+        return out.transpose(1, 2).reshape(self.q.shape)
 
-    return paged, contiguous
+    def read(self) -> torch.Tensor:
+        """Every byte of the contiguous keys and values once."""
+        return self.k.view(torch.float32).sum() + self.v.view(torch.float32).sum()
 
 
-def measure(rounds: int, dtype: torch.dtype, context: int) -> dict[str, Any]:
-    """Milliseconds of both, and their ratio beside its bound. Raises if their results differ."""
-    paged, contiguous = make_case(dtype, context)
-    torch.testing.assert_close(paged(), contiguous(), atol=TOLERANCE[dtype], rtol=0)
-    seconds: dict[str, list[float]] = {"paged": [], "contiguous": []}
+def least_seconds(calls: Calls, rounds: int) -> dict[str, float]:
+    """Of each, over rounds in which all take turns, and one more before them that touches memory for the first time."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 1):
-        for name, call in (("paged", paged), ("contiguous", contiguous)):
+        for name, call in calls.items():
             started = time.perf_counter()
             call()
-            if number:  # the first round touches memory for the first time
+            if number:
                 seconds[name].append(time.perf_counter() - started)
-    medians = {name: statistics.median(values) * 1e3 for name, values in seconds.items()}
-    return {
-        "dtype": str(dtype).removeprefix("torch."),
-        "context": context,
-        "paged_ms": round(medians["paged"], 2),
-        "contiguous_ms": round(medians["contiguous"], 2),
-        "ratio": round(medians["paged"] / medians["contiguous"], 3),
-        "bound": BOUNDS[dtype],
-    }
+    return {name: min(values) for name, values in seconds.items()}
+
+
+def measure(rounds: int, dtype: torch.dtype, context: int, step: str = "decode") -> dict[str, Any]:
+    """Milliseconds of both, and their ratio; for decode the floor, and the bound. Raises if their results differ."""
+    decode = step == "decode"
+    case = Case(dtype, BATCH if decode else 1, context, 1 if decode else context)
+    calls: Calls = {"paged": case.paged, "contiguous": case.decode if decode else case.prefill}
+    torch.testing.assert_close(calls["paged"](), calls["contiguous"](), atol=TOLERANCE[dtype], rtol=0)
+    if decode:
+        calls["read"] = case.read
+    seconds = least_seconds(calls, rounds)
+    row: dict[str, Any] = {"step": step, "dtype": str(dtype).removeprefix("torch."), "context": context}
+    row |= {f"{name}_ms": round(value * 1e3, 2) for name, value in seconds.items()}
+    row["ratio"] = round(seconds["paged"] / seconds["contiguous"], 3)
+    if decode:
+        size = case.k.nbytes + case.v.nbytes
+        row |= {"bound": BOUNDS[dtype], "mebibytes": size >> 20}
+        row |= {"read_gb_per_second": round(size / seconds["read"] / 1e9, 1)}
+    return row
+
+
+def measure_all(rounds: int) -> list[dict[str, Any]]:
+    """Decode at every context, then prefill, in either dtype."""
+    rows = [measure(rounds, dtype, context) for dtype in BOUNDS for context in CONTEXTS]
+    return rows + [measure(max(rounds // 4, 1), dtype, PREFILL_TOKENS, "prefill") for dtype in BOUNDS]
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """A table on stdout."""
+    columns = ("paged ms", "contiguous ms", "ratio", "bound", "floor ms", "MiB", "GB/s")
+    print(f"{'step':8}{'dtype':9}{'context':>8}" + "".join(f"{name:>15}" for name in columns))
+    for row in rows:
+        keys = ("paged_ms", "contiguous_ms", "ratio", "bound", "read_ms", "mebibytes", "read_gb_per_second")
+        above = " above" if row["ratio"] > row.get("bound", float("inf")) else ""
+        print(
+            f"{row['step']:8}{row['dtype']:9}{row['context']:8}"
+            + "".join(f"{row.get(k, ''):>15}" for k in keys)
+            + above
+        )
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.attention", description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--rounds", type=int, default=15, help="rounds to take medians over (default 15)")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds to take the least of (default 15)")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch (default 1)")
     parser.add_argument("--json", metavar="FILE", help="also append the figures to FILE, one JSON object a line")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    rows = [measure(arguments.rounds, dtype, context) for dtype in BOUNDS for context in CONTEXTS]
-    print(f"{'dtype':9} {'context':>7} {'paged ms':>9} {'contiguous ms':>14} {'ratio':>6} {'bound':>6}")
-    for row in rows:
-        above = " above" if row["ratio"] > row["bound"] else ""
-        print(
-            f"{row['dtype']:9} {row['context']:7} {row['paged_ms']:9.2f} {row['contiguous_ms']:14.2f} "
-            f"{row['ratio']:6.2f} {row['bound']:6}{above}"
-        )
+    rows = measure_all(arguments.rounds)
+    show(rows)
     if arguments.json:
         where = machine() | {"torch": torch.__version__, "threads": arguments.threads}
         with open(arguments.json, "a", encoding="utf-8") as target:

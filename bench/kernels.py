@@ -1,9 +1,10 @@
-"""How fast the torch backend moves units on this machine, beside one ``torch.Tensor.copy_`` of the same bytes.
+"""How fast the torch backend is on this machine: units that move, and attention over pages, on one thread.
 
     python -m bench.kernels [--rounds N] [--json FILE]
 
-Wall time, medians over rounds in which all measurements take turns. Units move from random places to random free ones
-of an arena that is far larger than the caches.
+Units move from random places to random free ones of an arena that is far larger than the caches, beside one
+``torch.Tensor.copy_`` of the same bytes: wall time, medians over rounds in which all measurements take turns. Attention
+is measured by ``bench/attention.py``, which says beside what.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 
 from avmp.kernels.reference import TorchBackend
+from bench import attention
 from bench.records import machine, write_lines
 
 ARENA_BYTES = 1 << 30
@@ -75,7 +77,7 @@ def _rate(seconds: float) -> float:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.kernels", description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--rounds", type=int, default=15, help="rounds to take medians over (default 15)")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds of each measurement (default 15)")
     parser.add_argument("--json", metavar="FILE", help="also append the figures to FILE, one JSON object a line")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -85,10 +87,15 @@ def main() -> None:
         below = " below" if row["ratio"] < row.get("bound", 0) else ""
         bound = row.get("bound", "")
         print(f"{row['name']:28} {row['gb_per_second']:7.2f} {row['ratio']:9.2f} {bound:>6}{below}")
+    print()
+    attended = attention.measure_all(arguments.rounds)
+    attention.show(attended)
     if arguments.json:
         where = machine() | {"torch": torch.__version__}
+        records = [{"benchmark": "kernels", **row} for row in rows]
+        records += [{"benchmark": "attention", "threads": 1, **row} for row in attended]
         with open(arguments.json, "a", encoding="utf-8") as target:
-            write_lines(({"benchmark": "kernels", **row, **where} for row in rows), target)
+            write_lines((record | where for record in records), target)
 
 
 if __name__ == "__main__":

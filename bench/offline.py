@@ -1,8 +1,10 @@
 """Kernels compiled without a GPU, and what can be read off the machine code.
 
-Triton compiles for any target that it is given. Registers, spills and shared memory are those of the finished binary
-(cuobjdump, or the metadata of AMD's assembly); accesses and matrix instructions are counted in the disassembly, once
-each, however often a loop runs them.
+Triton compiles for any target that it is given. Registers and shared memory are those of the finished binary
+(cuobjdump, or the metadata of AMD's assembly); spills, accesses and matrix instructions are counted in the
+disassembly, once each, however often a loop runs them. A spill is an access to a thread's own memory: what AMD's
+compiler keeps of scalar registers in the lanes of vector registers (``scalar_spills``) costs an instruction each way
+and no memory, and is counted apart.
 """
 
 from __future__ import annotations
@@ -52,6 +54,9 @@ MULTIPROCESSORS = {
     "sm_100": Multiprocessor(65_536, 256, 64, 32, 228 * 1024, 1024),
     "gfx942": Multiprocessor(4 * 512 * 64, 8 * 64, 32, 32, 64 * 1024, 0, lanes=64),
 }
+
+
+MATRIX = ("HMMA", "HGMMA", "IMMA", "IGMMA", "QGMMA", "QMMA", "UTCHMMA", "UTCQMMA", "DMMA")
 
 
 def prepare() -> None:
@@ -128,11 +133,12 @@ def measured_nvidia(cubin: bytes) -> dict[str, Any]:
         "registers": int(found[1]),
         "stack": int(found[2]),
         "spills": sum(number for name, number in counts.items() if name.split(".")[0] in ("STL", "LDL")),
+        "scalar_spills": 0,
         "loads": _widths(counts, "LDG"),
         "async": _widths(counts, "LDGSTS"),
         "stores": _widths(counts, "STG"),
         "bulk": _named(counts, ("UTMALDG", "UTMASTG", "UBLKCP")),
-        "matrix": _named(counts, ("HMMA", "HGMMA", "IMMA", "IGMMA", "QGMMA", "QMMA", "UTCHMMA", "UTCQMMA", "DMMA")),
+        "matrix": _named(counts, MATRIX),
         "instructions": sum(counts.values()),
     }
 
@@ -148,7 +154,8 @@ def measured_amd(assembly: str) -> dict[str, Any]:
     return {
         "registers": metadata("vgpr_count"),
         "stack": metadata("private_segment_fixed_size"),
-        "spills": metadata("vgpr_spill_count") + metadata("sgpr_spill_count"),
+        "spills": max(metadata("vgpr_spill_count"), sum(counts[name] for name in counts if name[:8] == "scratch_")),
+        "scalar_spills": metadata("sgpr_spill_count"),
         "loads": _amd_widths(counts, "load", to_shared=False),
         "async": _amd_widths(counts, "load", to_shared=True),
         "stores": _amd_widths(counts, "store", to_shared=False),

@@ -12,20 +12,24 @@ from bench.offline import TARGETS
 
 @dataclass(frozen=True)
 class Limits:
-    """What a row has to keep to; nothing may spill, whatever else holds.
+    """What a row has to keep to; nothing may spill to memory, and one program must fit, whatever else holds.
 
     ``wide_loads`` and ``wide_stores``: at least so many accesses to global memory of 128 bits, asynchronous ones
-    included; ``narrowest_load`` and ``narrowest_store``: no access of fewer bits; ``registers`` and ``shared``: at
-    most; ``matrix``: at least so many matrix instructions.
+    included; ``narrowest_load`` and ``narrowest_store``: no access of fewer bits; ``copies``: at least so many
+    asynchronous loads, all of them of 128 bits; ``registers``, ``shared`` and ``scalar_spills``: at most; ``matrix``:
+    at least so many matrix instructions, all of them of the ``unit`` whose names begin so.
     """
 
     wide_loads: int = 0
     wide_stores: int = 0
     narrowest_load: int = 8
     narrowest_store: int = 8
+    copies: int = 0
     registers: int | None = None
     shared: int | None = None
+    scalar_spills: int = 0
     matrix: int = 0
+    unit: str = ""
 
 
 @dataclass(frozen=True)
@@ -40,25 +44,31 @@ class Entry:
     targets: tuple[str, ...] = field(default=TARGETS)
 
 
-def complaints(row: dict[str, Any], limits: Limits) -> list[str]:
-    """What is wrong with a row."""
+def complaints(row: dict[str, Any], limits: Limits, slack: float = 1.0) -> list[str]:
+    """What is wrong with a row; the limit on registers is multiplied by ``slack``."""
+    found = [f"{row['spills']} spills"] if row["spills"] else []
+    if not row["programs"]:
+        found.append(f"{row['registers']} registers and {row['shared']} bytes of shared memory: no program fits")
     loads = [(int(bits), number) for kind in ("loads", "async") for bits, number in row[kind].items()]
     stores = [(int(bits), number) for bits, number in row["stores"].items()]
-    found = [f"{row['spills']} spills"] if row["spills"] else []
+    copies = [(int(bits), number) for bits, number in row["async"].items()]
     for what, accesses, least, narrowest in (
         ("loads", loads, limits.wide_loads, limits.narrowest_load),
         ("stores", stores, limits.wide_stores, limits.narrowest_store),
+        ("copies", copies, limits.copies, 128 if limits.copies else 0),
     ):
         wide = sum(number for bits, number in accesses if bits >= 128)
         if wide < least:
             found.append(f"{wide} {what} of 128 bits, expected {least}")
         found += [f"{number} {what} of {bits} bits" for bits, number in accesses if bits < narrowest]
-    for what in ("registers", "shared"):
+    for what in ("registers", "shared", "scalar_spills"):
         most = getattr(limits, what)
-        if most is not None and row[what] > most:
-            found.append(f"{row[what]} {what}, expected at most {most}")
-    if sum(row["matrix"].values()) < limits.matrix:
-        found.append(f"{sum(row['matrix'].values())} matrix instructions, expected {limits.matrix}")
+        if most is not None and row[what] > int(most * (slack if what == "registers" else 1)):
+            found.append(f"{row[what]} {what.replace('_', ' ')}, expected at most {most}")
+    unit = sum(number for name, number in row["matrix"].items() if name.startswith(limits.unit))
+    if unit < limits.matrix or (limits.unit and unit < sum(row["matrix"].values())):
+        wanted = f"{limits.matrix} of {limits.unit or 'any unit'}"
+        found.append(f"matrix instructions {row['matrix']}, expected {wanted}")
     return found
 
 
@@ -122,8 +132,3 @@ def bounds_entries() -> Iterator[Entry]:
     options = {"num_warps": tuning.BOUNDS_WARPS}
     kernel = "avmp.kernels.bounds:first_bad_id_kernel"
     yield Entry("first_bad_id", kernel, arguments, options, Limits(narrowest_load=32, narrowest_store=64))
-
-
-def entries() -> list[Entry]:
-    """All of them, in the order of the table."""
-    return [*unit_entries(), *table_entries(), *bounds_entries()]

@@ -10,7 +10,7 @@ import triton
 from avmp.kernels import attention_tuning as tuning
 from avmp.kernels.attention_arguments import Problem
 from avmp.kernels.attention_tiles import LOG2E
-from avmp.kernels.fp8 import FORMATS, PLAIN, as_bits
+from avmp.kernels.fp8 import as_bits, decoding
 
 LEAST_BLOCK_DIM = 16
 """The least that a matrix instruction takes along head_dim."""
@@ -84,8 +84,8 @@ class Shared:
             LEFT=p.left >= 0,
             RIGHT=p.right >= 0,
             CAP=softcap > 0,
-            FORMAT_K=FORMATS.get(key_cache.dtype, PLAIN),
-            FORMAT_V=FORMATS.get(value_cache.dtype, PLAIN),
+            FORMAT_K=decoding(key_cache),
+            FORMAT_V=decoding(value_cache),
             HINT_K=stride_hint(key_cache),
             HINT_V=stride_hint(value_cache),
         )
@@ -121,9 +121,9 @@ def strides_by_row_and_head(numbers: torch.Tensor | None) -> tuple[int, int]:
 
 
 def device_class(tensor: torch.Tensor) -> str:
-    """Which tiles suit the tensor's device; in the interpreter, the largest."""
+    """Which tiles suit the tensor's device."""
     if not tensor.is_cuda:
-        return tuning.LARGE
+        return tuning.INTERPRETED
     if torch.version.hip:
         return tuning.AMD
     properties = torch.cuda.get_device_properties(tensor.device)

@@ -1,34 +1,38 @@
 """Paged attention in plain torch: the specification of the Triton kernels, and what runs where they do not.
 
-Written for the CPU. Pages are gathered a chunk at a time into staging buffers that stay in the cache, the query heads
-that share a KV head become the query rows of one attention call (a group of g heads is a query of length g, which
-needs no mask in decoding), and the chunks' partial results are merged by their log-sum-exp (FlashDecoding,
-https://pytorch.org/blog/flash-decoding). Memory is constant in the length of the context.
+Written for the CPU, in fp32 whatever the caches hold. Pages are gathered a chunk at a time into a buffer that stays in
+the cache; the query heads that share a KV head are the rows of one matrix product with it. The scores of all chunks
+wait for their softmax, which is in powers of two; then the values are read and summed. Rows of a batch with as many
+query tokens share the softmax; what exceeds the buffer for scores is cut into spans, merged as in FlashAttention
+(https://arxiv.org/abs/2205.14135). Memory is constant in the length of the context.
+
+torch has a fused attention for CPUs. It is not used: it takes the exponential to 20 units in the last place and rounds
+the result of every chunk to the dtype of the cache, and what it does in between takes no less time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+import math
+from collections.abc import Iterator
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 
-from avmp.kernels.attention_arguments import FP8_DTYPES, Problem, Window, check_attention
+from avmp.kernels.attention_arguments import Problem, Window, check_attention, check_starts
+from avmp.kernels.attention_pages import MEMORY, Stage, TokenRows
+from avmp.kernels.attention_scores import LN2, LOG2E, Block, Numbers, Softmax, adjust
 
-CHUNK_BYTES = 1 << 20
-"""Keys (or values) of one chunk: with both, what a second-level cache about holds. Half and twice are 5 % slower."""
-LEAST_CHUNK_TOKENS, MOST_CHUNK_TOKENS = 256, 4096
-"""A chunk costs some 50 µs whatever it holds; the mask of a chunk grows with it."""
-MOST_PARTIALS = 32
-"""Partial results that wait to be merged: all of a decode step's up to a context of 16,384, few enough in a prefill."""
-QUERY_TOKENS = 256
-"""Query tokens attended at a time: bounds the mask, and skips what a causal prefill does not see."""
-
-_FLASH: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-"""A private operation of torch that returns the log-sum-exp too. Without it, whole sequences go through the public
-``scaled_dot_product_attention`` unless a log-sum-exp is needed."""
+FP32_BYTES = 4
+CHUNK_BYTES = 1 << 19
+"""Keys (or values) of one chunk, in q's dtype: half of a second-level cache. What is widened takes another half or all
+of it; with less, the calls cost more than the misses do."""
+MOST_CHUNK_TOKENS = 1024
+"""Where a token takes few bytes: what is computed and then masked, or gathered beyond a window, grows with a chunk."""
+SCORE_BYTES = 4 << 20
+"""Scores that wait for their softmax. With 32 heads, those of 32,768 tokens in decode; in prefill, those of 256 query
+tokens and a chunk of 128."""
+MOST_ROWS_TO_SUM_IN_PLACE = 6
+"""Query rows per KV head up to which reading each value once per row takes less time than gathering and widening it."""
 
 
 def paged_attention(
@@ -98,27 +102,15 @@ def paged_attention(
         return_lse=return_lse,
         out=out,
     )
-    starts = query_start_loc.tolist()
-    whole = not _has_flash(q.device) and not softcap and not return_lse and sinks is None
-    chunk_tokens = max_seq_len if whole else _chunk_tokens(key_cache)
-    lens = seq_lens.tolist()
-    ids, null = _physical_ids(
-        block_table, seq_lens, problem.page_tokens, max(lens, default=0), page_table, first_valid_id
-    )
-    null_rows = null.any(1).tolist()
-    pages = _Pages(problem, key_cache, value_cache, chunk_tokens)
-    attend = _attend_whole if whole else _attend_flash if _has_flash(q.device) and not softcap else _attend_plainly
-    for row, length in enumerate(lens):
-        count = starts[row + 1] - starts[row]
-        if count <= 0:
-            continue
-        pages.open(ids[row], null[row] if null_rows[row] else None, length)
-        pages.scales = (_row(key_scale, row), _row(value_scale, row))
-        for begin in range(0, count, QUERY_TOKENS):
-            tokens = slice(starts[row] + begin, starts[row] + min(begin + QUERY_TOKENS, count))
-            block = _Block(q[tokens], problem, length - count + begin, pages.dtype)
-            block.attend(pages, partial(attend, scale=scale, softcap=softcap), _row(alibi_slopes, row))
-            block.store(tokens, sinks)
+    starts, lens = query_start_loc.tolist(), seq_lens.tolist()
+    check_starts("paged_attention", starts, problem.tokens, max_query_len)
+    ids, null = _physical_ids(block_table, lens, problem.page_tokens, page_table, first_valid_id)
+    numbers = Numbers(softcap, alibi_slopes, sinks, key_scale, value_scale)
+    # Scores are in powers of two, or in units of the soft cap.
+    factor = scale / softcap if softcap else scale * LOG2E
+    attention = _Attention(problem, numbers, q, factor, key_cache, value_cache, ids, null)
+    for blocks in attention.groups(starts, lens):
+        attention.attend(blocks)
     used = starts[-1] if problem.rows else 0
     problem.out[used:] = 0
     if problem.lse is not None:
@@ -128,222 +120,183 @@ def paged_attention(
 
 def _physical_ids(
     block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
+    lens: list[int],
     page_tokens: int,
-    longest: int,
     page_table: torch.Tensor | None,
     first_valid_id: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """int64 ``[rows, columns in use]``, 0 where there is no page; and bool of the same: pages in use that are null."""
-    columns = -(-longest // page_tokens)
-    used = torch.arange(columns, device=block_table.device) < ((seq_lens + page_tokens - 1) // page_tokens)[:, None]
-    ids = block_table[:, :columns].long()
+) -> tuple[np.ndarray, np.ndarray]:
+    """int32 ``[rows, columns in use]``, 0 where there is no page; and bool of the same: pages in use that are null."""
+    counts = -(-np.array(lens, dtype=np.int64) // page_tokens)
+    columns = np.arange(counts.max(initial=0))
+    used = columns < counts[:, None]
+    ids = block_table[:, : len(columns)].cpu().numpy()
     valid = used & (ids >= first_valid_id)
     if page_table is not None:
-        ids = page_table[torch.where(valid, ids, 0)].long()
-        valid = valid & (ids >= first_valid_id)
-    return torch.where(valid, ids, 0), used & ~valid
+        ids = page_table.cpu().numpy()[np.where(valid, ids, 0)]
+        valid &= ids >= first_valid_id
+    return np.where(valid, ids, np.int32(0)), used & ~valid
 
 
-class _Pages:
-    """The pages of one row, handed out in chunks: keys and values ``[kv_heads, tokens, width]`` in staging buffers.
-
-    ``width`` is the larger head_dim, with zeros behind the smaller: the CPU's attention wants the two equal.
-    """
+class _Attention:
+    """One call: its buffers, and the way of a group of blocks through them."""
 
     def __init__(
         self,
         problem: Problem,
+        numbers: Numbers,
+        q: torch.Tensor,
+        factor: float,
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
-        chunk_tokens: int,
+        ids: np.ndarray,
+        null: np.ndarray,
     ) -> None:
-        self.caches, self.page_tokens = (key_cache, value_cache), problem.page_tokens
-        self.scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-        self.width = max(problem.head_dim, problem.head_dim_v)
-        fp8 = any(cache.dtype in FP8_DTYPES for cache in self.caches)
-        # fp8 is computed in fp32, so that a scale rounds nothing.
-        self.dtype = torch.float32 if fp8 else key_cache.dtype
-        self.chunk_pages = max(-(-chunk_tokens // self.page_tokens), 1)
-        self.buffers = [cache.new_empty(self.chunk_pages, *cache.shape[1:]) for cache in self.caches]
-        # Bytes are gathered, whatever they mean: not every operation knows fp8.
-        self.sources = [cache.view(torch.uint8) if cache.dtype in FP8_DTYPES else cache for cache in self.caches]
-        self.targets = [b.view(torch.uint8) if b.dtype in FP8_DTYPES else b for b in self.buffers]
-        self.staged = [buffer.flatten(0, 1).transpose(0, 1) for buffer in self.buffers]
+        p = self.problem = problem
+        self.numbers, self.q, self.factor = numbers, q, factor
+        self.ids, self.null = (torch.from_numpy(table).to(q.device) for table in (ids, null))
+        self.null_rows = null.any(1).tolist()
+        token_bytes = q.element_size() * p.kv_heads * max(p.head_dim, p.head_dim_v)
+        tokens = min(max(CHUNK_BYTES // token_bytes, 1), MOST_CHUNK_TOKENS)
+        self.chunk_pages = max(min(-(-tokens // p.page_tokens), ids.shape[1]), 1)
+        self.chunk_tokens = self.chunk_pages * p.page_tokens
+        self.value_rows = TokenRows(value_cache, ids) if TokenRows.can_read(value_cache) else None
+        token_scores = p.query_heads * self.chunk_tokens
+        self.query_tokens = max(SCORE_BYTES // FP32_BYTES // token_scores, 1)
+        scores = self.query_tokens * token_scores
+        self.scores = MEMORY.take("scores", (scores,), torch.float32, q.device)
+        # Keys and values are read in turns.
+        self.keys, self.values = (Stage(cache, self.chunk_pages) for cache in (key_cache, value_cache))
 
-    def open(self, ids: torch.Tensor, null: torch.Tensor | None, length: int) -> None:
-        """Takes up a row: the physical id of each of its pages (0 for null), and which are null (None: none is)."""
-        self.ids, self.null, self.length = ids, null, length
+    def groups(self, starts: list[int], lens: list[int]) -> Iterator[list[Block]]:
+        """All blocks in order. Those of a group have as many query tokens each, and the scores of as many chunks for
+        each as the longest has fit the buffer; or a group is one block."""
+        group: list[Block] = []
+        most = 0
+        for block in self._blocks(starts, lens):
+            most = max(most, self._chunks(block))
+            full = (len(group) + 1) * most > self._room(block.queries)
+            if group and (full or block.queries != group[0].queries):
+                yield group
+                group, most = [], self._chunks(block)
+            group.append(block)
+        if group:
+            yield group
 
-    def chunks(self, first: int, end: int) -> list[tuple[int, int]]:
-        """Token ranges that cover keys ``first`` to ``end``; each begins at a page and fits the staging buffers."""
-        step = self.chunk_pages * self.page_tokens
-        begin = first // self.page_tokens * self.page_tokens
-        return [(a, min(a + step, end)) for a in range(begin, end, step)]
-
-    def read(self, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Keys and values of tokens ``begin`` to ``end``, and which of them exist (None: all)."""
-        part = slice(begin // self.page_tokens, -(-end // self.page_tokens))
-        ids, null = self.ids[part], None if self.null is None else self.null[part]
-        keys, values = (self._stage(which, ids, null, end - begin) for which in range(2))
-        return keys, values, None if null is None else ~null.repeat_interleave(self.page_tokens)[: end - begin]
-
-    def _stage(self, which: int, ids: torch.Tensor, null: torch.Tensor | None, tokens: int) -> torch.Tensor:
-        pages = torch.index_select(self.sources[which], 0, ids, out=self.targets[which][: len(ids)])
-        if null is not None:
-            pages[null] = 0  # whatever lies there may be NaN, and 0 * NaN is NaN
-        staged, scale = self.staged[which][:, :tokens], self.scales[which]
-        if staged.dtype != self.dtype:
-            staged = staged.to(self.dtype)
-        if scale is not None:
-            staged = (staged.float() * scale.view(-1, 1, 1)).to(self.dtype)
-        return staged if staged.shape[2] == self.width else F.pad(staged, (0, self.width - staged.shape[2]))
-
-
-class _Partial(NamedTuple):
-    """A softmax over some of the keys: its result ``[kv_heads, queries, width]`` and its log-sum-exp in fp32."""
-
-    out: torch.Tensor
-    lse: torch.Tensor
-
-
-def _merge(parts: list[_Partial]) -> _Partial:
-    """The softmax over all their keys, in fp32."""
-    if len(parts) == 1:
-        return _Partial(parts[0].out.float(), parts[0].lse)
-    each = torch.stack([part.lse for part in parts])
-    lse = torch.logsumexp(each, dim=0)
-    weights = (each - lse.masked_fill(lse == float("-inf"), 0)).exp_()  # where all are empty, 0 and not NaN
-    out = torch.stack([part.out for part in parts]).float().mul_(weights.unsqueeze(3)).sum(0)
-    return _Partial(out, lse)
-
-
-class _Block:
-    """Some consecutive query tokens of one row: ``[kv_heads, tokens * group, width]``, heads of a group adjacent."""
-
-    def __init__(self, q: torch.Tensor, problem: Problem, first_position: int, dtype: torch.dtype) -> None:
-        self.problem, self.first, self.count = problem, first_position, len(q)
-        p = problem
-        rows = q.to(dtype).view(self.count, p.kv_heads, p.group, p.head_dim).transpose(0, 1)
-        self.rows = rows.reshape(p.kv_heads, self.count * p.group, p.head_dim)
-        self.parts: list[_Partial] = []
-
-    def attend(self, pages: _Pages, softmax: Callable[..., _Partial], slopes: torch.Tensor | None) -> None:
-        p, last = self.problem, self.first + self.count - 1
-        first_key = max(self.first - p.left, 0) if p.left >= 0 else 0
-        end_key = min(pages.length, last + p.right + 1) if p.right >= 0 else pages.length
-        rows = self.rows if pages.width == p.head_dim else F.pad(self.rows, (0, pages.width - p.head_dim))
-        for begin, end in pages.chunks(first_key, end_key):
-            keys, values, exists = pages.read(begin, end)
-            hidden = self._hidden(begin, end, exists)
-            part = softmax(rows, keys, values, self._bias(begin, end, hidden, slopes))
-            if hidden is not None and bool((blind := hidden.all(1)).any()):
-                blind = blind.repeat_interleave(p.group)
-                part.lse[:, blind] = float("-inf")
-                part.out[:, blind] = 0
-            self.parts.append(part)
-            if len(self.parts) == MOST_PARTIALS:
-                self.parts = [_merge(self.parts)]
-
-    def store(self, tokens: slice, sinks: torch.Tensor | None) -> None:
+    def _blocks(self, starts: list[int], lens: list[int]) -> Iterator[Block]:
         p = self.problem
-        if not self.parts:
-            empty = torch.full(self.rows.shape[:2], float("-inf"), device=self.rows.device)
-            self.parts = [_Partial(torch.zeros(*empty.shape, p.head_dim_v, device=empty.device), empty)]
-        out, lse = _merge(self.parts)
-        if sinks is not None:
-            logits = sinks.float().view(p.kv_heads, 1, p.group).expand(-1, self.count, -1).reshape(lse.shape)
-            total = torch.logaddexp(lse, logits)
-            out = out * (lse - total.masked_fill(total == float("-inf"), 0)).exp_().unsqueeze(2)
-            lse = total
-        p.out[tokens] = self._by_token(out[..., : p.head_dim_v]).to(p.out.dtype)
-        if p.lse is not None:
-            p.lse[tokens] = self._by_token(lse.unsqueeze(2)).squeeze(2)
+        for row, length in enumerate(lens):
+            tokens = starts[row + 1] - starts[row]
+            for done in range(0, tokens, self.query_tokens):
+                count, first = min(self.query_tokens, tokens - done), length - tokens + done
+                begin = max(first - p.left, 0) // p.page_tokens * p.page_tokens if p.left >= 0 else 0
+                end = min(first + count + p.right, length) if p.right >= 0 else length
+                yield Block(row, starts[row] + done, count, first, begin, max(begin, end))
 
-    def _by_token(self, rows: torch.Tensor) -> torch.Tensor:
-        p, width = self.problem, rows.shape[2]
-        split = rows.reshape(p.kv_heads, self.count, p.group, width)
-        return split.transpose(0, 1).reshape(self.count, p.query_heads, width)
+    def _chunks(self, block: Block) -> int:
+        return -(-(block.end - block.begin) // self.chunk_tokens)
 
-    def _hidden(self, begin: int, end: int, exists: torch.Tensor | None) -> torch.Tensor | None:
-        """bool ``[queries, keys]``: which of these keys a query does not see; None where all see all."""
-        p, last = self.problem, self.first + self.count - 1
-        right, left = p.right >= 0 and end - 1 > self.first + p.right, p.left >= 0 and begin < last - p.left
-        if exists is None and not right and not left:
-            return None
-        distance = self._distance(begin, end)
-        hidden = torch.zeros_like(distance, dtype=torch.bool)
-        if exists is not None:
-            hidden |= ~exists
-        if right:
-            hidden |= distance > p.right
-        if left:
-            hidden |= distance < -p.left
-        return hidden
+    def _room(self, queries: int) -> int:
+        """Chunks whose scores the buffer holds, for that many query tokens."""
+        return self.scores.numel() // (queries * self.problem.query_heads * self.chunk_tokens)
 
-    def _distance(self, begin: int, end: int) -> torch.Tensor:
-        device = self.rows.device
-        positions = torch.arange(self.first, self.first + self.count, device=device)
-        return torch.arange(begin, end, device=device) - positions[:, None]
-
-    def _bias(
-        self, begin: int, end: int, hidden: torch.Tensor | None, slopes: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """fp32 ``[kv_heads or 1, queries * group, keys]``, -inf where hidden."""
-        p = self.problem
-        if slopes is not None:
-            far = self._distance(begin, end).abs().float()
-            bias = -slopes.float().view(p.kv_heads, 1, p.group, 1) * far.view(1, self.count, 1, -1)
-        elif hidden is not None:
-            bias = torch.zeros(1, self.count, p.group, end - begin, device=self.rows.device)
+    def attend(self, blocks: list[Block]) -> None:
+        """Computes and stores what these blocks' tokens get."""
+        p, count = self.problem, blocks[0].queries
+        tokens = slice(blocks[0].token, blocks[-1].token + count)
+        q = self.q[tokens].float() * self.factor
+        q = q.view(len(blocks), count, p.kv_heads, p.group, p.head_dim).transpose(1, 2).flatten(2, 3)
+        if self.numbers.key_scale is not None:
+            q = q * self._of_blocks(self.numbers.key_scale, blocks)
+        softmax = Softmax(q, p.head_dim_v, self._sinks(count))
+        if len(blocks) > 1:
+            self._attend_span(softmax, q, blocks)
         else:
+            (block,), most = blocks, self._room(count) * self.chunk_tokens
+            for begin in range(block.begin, block.end, most):
+                self._attend_span(softmax, q, [block._replace(begin=begin, end=min(begin + most, block.end))])
+        self._store(softmax, blocks, tokens)
+
+    def _attend_span(self, softmax: Softmax, q: torch.Tensor, blocks: list[Block]) -> None:
+        """All keys of these blocks: their scores, the softmax, the sum of values."""
+        counts = [self._chunks(block) for block in blocks]
+        if not any(counts):
+            return
+        shape = (len(blocks), max(counts), *q.shape[1:3], self.chunk_tokens)
+        scores, keys = self.scores[: math.prod(shape)].view(shape), self.keys.tokens.transpose(1, 2)
+        for block, count, rows, space in zip(blocks, counts, q.unbind(0), scores.unbind(0), strict=True):
+            for (ids, null), part in zip(self._chunk_pages(block), space.unbind(0), strict=False):
+                self.keys.read(ids, null)
+                torch.bmm(rows, keys, out=part)
+            if count:
+                adjust(space[:count], block, self.problem, self.numbers, self._null(block))
+            if count < len(space):
+                space[count:] = float("-inf")
+        sums = softmax.weigh(scores)
+        few = q.shape[2] <= MOST_ROWS_TO_SUM_IN_PLACE
+        if self.value_rows is not None and few and all(self._null(block) is None for block in blocks):
+            rows, first = [block.row for block in blocks], [self._columns(block).start for block in blocks]
+            values, sums = self.value_rows.sums(rows, first, [block.end - block.begin for block in blocks], scores)
+            softmax.acc.add_(values)
+        else:
+            self._add_values(softmax.acc, scores, blocks)
+        softmax.divisor.add_(sums)
+
+    def _add_values(self, acc: torch.Tensor, weights: torch.Tensor, blocks: list[Block]) -> None:
+        """Adds the weighted values to acc ``[blocks, kv_heads, rows, head_dim_v]``, chunk by chunk."""
+        for block, target, space in zip(blocks, acc.unbind(0), weights.unbind(0), strict=True):
+            left = block.end - block.begin
+            for (ids, null), part in zip(self._chunk_pages(block), space.unbind(0), strict=False):
+                values = self.values.read(ids, null)
+                if left < self.chunk_tokens:
+                    values, part = values[:, :left], part[:, :, :left]
+                target.baddbmm_(part, values)
+                left -= self.chunk_tokens
+
+    def _chunk_pages(self, block: Block) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """The pages of each chunk: their ids, and which are null (None: none of the block's is)."""
+        if block.begin == block.end:
+            return []
+        ids = self.ids[block.row, self._columns(block)].split(self.chunk_pages)
+        if (null := self._null(block)) is None:
+            return [(some, None) for some in ids]
+        return list(zip(ids, null.split(self.chunk_pages), strict=True))
+
+    def _null(self, block: Block) -> torch.Tensor | None:
+        """Which of the block's pages are null; None: none is."""
+        if not self.null_rows[block.row]:
             return None
-        if hidden is not None:
-            bias = bias.masked_fill(hidden.view(1, self.count, 1, -1), float("-inf"))
-        return bias.flatten(1, 2)
+        null = self.null[block.row, self._columns(block)]
+        return null if null.any() else None
 
+    def _columns(self, block: Block) -> slice:
+        size = self.problem.page_tokens
+        return slice(block.begin // size, -(-block.end // size))
 
-def _attend_flash(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, scale: float, softcap: float
-) -> _Partial:
-    """One softmax of q ``[heads, queries, width]`` over k and v ``[heads, keys, width]``, fused."""
-    mask = None if bias is None else bias.unsqueeze(0)
-    out, lse = _FLASH(q[None], k[None], v[None], 0.0, False, attn_mask=mask, scale=scale)
-    return _Partial(out[0], lse[0])
+    def _store(self, softmax: Softmax, blocks: list[Block], tokens: slice) -> None:
+        p, numbers, count = self.problem, self.numbers, blocks[0].queries
+        acc = softmax.acc / softmax.divisor.clamp(min=1).unsqueeze(3)  # less than 1 is 0, and nothing was seen
+        if numbers.value_scale is not None:
+            acc *= self._of_blocks(numbers.value_scale, blocks)
+        p.out[tokens] = self._by_token(acc, count)
+        if p.lse is not None:
+            lse = (softmax.top + softmax.total.log2()) * LN2
+            p.lse[tokens] = self._by_token(lse.unsqueeze(3), count).squeeze(2)
 
+    def _sinks(self, count: int) -> torch.Tensor | None:
+        """In powers of two, ``[kv_heads, rows]`` for blocks of ``count`` tokens."""
+        p, sinks = self.problem, self.numbers.sinks
+        if sinks is None:
+            return None
+        return (sinks.float() * LOG2E).view(p.kv_heads, 1, p.group).expand(-1, count, -1).flatten(1)
 
-def _attend_whole(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, scale: float, softcap: float
-) -> _Partial:
-    """The same without a log-sum-exp: where nothing has to be merged."""
-    mask = None if bias is None else bias.to(q.dtype).unsqueeze(0)
-    out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, scale=scale)[0]
-    return _Partial(out, out.new_zeros(out.shape[:2], dtype=torch.float32))
+    def _of_blocks(self, scale: torch.Tensor, blocks: list[Block]) -> torch.Tensor:
+        """A scale per row, per head or for all, to multiply ``[blocks, kv_heads, rows, width]`` with."""
+        if scale.dim() < 2:
+            return scale.view(-1, 1, 1)
+        return scale[[block.row for block in blocks]].view(len(blocks), -1, 1, 1)
 
-
-def _attend_plainly(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, scale: float, softcap: float
-) -> _Partial:
-    """The same with every step written out: a soft cap has no fused form."""
-    scores = torch.matmul(q.float(), k.float().transpose(1, 2)) * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    if bias is not None:
-        scores = scores + bias
-    lse = torch.logsumexp(scores, dim=2)
-    weights = (scores - lse.masked_fill(lse == float("-inf"), 0).unsqueeze(2)).exp_()
-    return _Partial(torch.matmul(weights, v.float()), lse)
-
-
-def _chunk_tokens(key_cache: torch.Tensor) -> int:
-    token_bytes = key_cache.shape[2] * key_cache.shape[3] * key_cache.element_size()
-    return min(max(CHUNK_BYTES // token_bytes, LEAST_CHUNK_TOKENS), MOST_CHUNK_TOKENS)
-
-
-def _has_flash(device: torch.device) -> bool:
-    return _FLASH is not None and device.type == "cpu"
-
-
-def _row(values: torch.Tensor | None, row: int) -> torch.Tensor | None:
-    """Per-head numbers of a row, from one number, one per head, or one per row and head."""
-    return values if values is None or values.dim() < 2 else values[row]
+    def _by_token(self, rows: torch.Tensor, count: int) -> torch.Tensor:
+        """From ``[blocks, kv_heads, count * group, width]`` to ``[tokens, query_heads, width]``."""
+        p = self.problem
+        split = rows.view(-1, p.kv_heads, count, p.group, rows.shape[3])
+        return split.transpose(1, 2).reshape(-1, p.query_heads, rows.shape[3])

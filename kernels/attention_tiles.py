@@ -4,7 +4,9 @@ Query rows are packed: the heads of a group (those that share a KV head) are adj
 of keys is cut into chunks of CHUNK tokens, the largest power of two that divides the page size and fits the tile: no
 chunk crosses a page, whatever the page size, so that one block-table and one page-table entry are read per chunk.
 The physical ids of the next tile are loaded in this one and carried: loads of keys and values then depend on nothing
-loaded in the same iteration, which is what lets the compiler keep several tiles in flight.
+loaded in the same iteration, which is what lets the compiler keep several tiles in flight. A few ids are carried as
+scalars: whatever layout a use of them has, it is selects between registers that hold them already, and what is tested
+of a chunk is tested once. As a tensor they would be loaded again for every layout.
 
 The online softmax is that of FlashAttention (https://arxiv.org/abs/2205.14135) with powers of two.
 """
@@ -14,18 +16,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from avmp.kernels.fp8 import decode
+from avmp.kernels.fp8 import PLAIN, decode
 
+FEW_CHUNKS = tl.constexpr(4)
+"""So many ids at most are carried as scalars: each costs registers, and a select for every token."""
+
+_PLAIN = tl.constexpr(PLAIN)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def chunk_ids(
-    table, page_table, first_token, end, first_valid_id, PAGE: tl.constexpr, CHUNK: tl.constexpr, N: tl.constexpr
-):
-    """int32 ``[N // CHUNK]``: physical ids of the chunks from ``first_token`` on, -1 from ``end`` on and for null."""
-    begins = first_token + tl.arange(0, N // CHUNK) * CHUNK
+def _physical_ids(table, page_table, begins, end, first_valid_id, PAGE: tl.constexpr):
+    """Of the pages in which tokens ``begins`` (one or several) lie; -1 from ``end`` on and for null."""
     ids = tl.load(table + begins // PAGE, mask=begins < end, other=-1)
     if page_table is not None:
         ids = tl.load(page_table + ids, mask=ids >= first_valid_id, other=-1)
@@ -33,10 +36,44 @@ def chunk_ids(
 
 
 @triton.jit
+def chunk_ids(
+    table, page_table, first_token, end, first_valid_id, PAGE: tl.constexpr, CHUNK: tl.constexpr, N: tl.constexpr
+):
+    """Physical ids of the chunks from ``first_token`` on: a tuple of up to FEW_CHUNKS, or int32 ``[N // CHUNK]``."""
+    if N // CHUNK <= FEW_CHUNKS:
+        ids = ()
+        for chunk in tl.static_range(N // CHUNK):
+            begin = first_token + chunk * CHUNK
+            ids = ids + (_physical_ids(table, page_table, begin, end, first_valid_id, PAGE),)  # noqa: RUF005
+    else:
+        begins = first_token + tl.arange(0, N // CHUNK) * CHUNK
+        ids = _physical_ids(table, page_table, begins, end, first_valid_id, PAGE)
+    return ids
+
+
+@triton.jit
+def token_pages(ids, CHUNK: tl.constexpr, N: tl.constexpr):
+    """int32 ``[N]``: for each token of a tile what ``chunk_ids`` found for its chunk."""
+    if N // CHUNK <= FEW_CHUNKS:
+        pages = tl.zeros([N], tl.int32) + ids[0]
+        for chunk in tl.static_range(1, N // CHUNK):
+            pages = tl.where(tl.arange(0, N) // CHUNK == chunk, ids[chunk], pages)
+    else:
+        pages = tl.reshape(tl.broadcast_to(ids[:, None], [N // CHUNK, CHUNK]), [N])
+    return pages
+
+
+@triton.jit
 def token_offsets(ids, inside, head, page_stride, token_stride, head_stride, HINT: tl.constexpr):
     """int64 offsets of tokens in a cache: ``ids`` are physical pages, ``inside`` the place within the page."""
     offsets = ids.to(tl.int64) * page_stride + inside.to(tl.int64) * token_stride + head.to(tl.int64) * head_stride
     return tl.multiple_of(offsets, HINT)
+
+
+@triton.jit
+def row_offset(row, stride):
+    """int64 offset of a row of a table."""
+    return row.to(tl.int64) * stride
 
 
 @triton.jit
@@ -65,7 +102,10 @@ def load_tile(
         stored = tl.load(cache + offsets + dims, mask=exists, other=0)
     else:
         stored = tl.load(cache + offsets + dims, mask=exists & (dims < DIM), other=0)
-    return decode(stored, FORMAT).to(DTYPE)
+    if FORMAT != _PLAIN:
+        # By way of fp32, two quick instructions: from half to bfloat16 there is a slow one for each value.
+        stored = decode(stored, FORMAT).to(tl.float32)
+    return stored.to(DTYPE)
 
 
 @triton.jit
@@ -108,31 +148,40 @@ def attend(
     FORMAT_V: tl.constexpr,
     HINT_K: tl.constexpr,
     HINT_V: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """Keys ``begin`` (a multiple of CHUNK) to ``end`` for the rows q ``[M, BLOCK_DIM]`` at ``positions`` ``[M]``.
 
     ``acc`` fp32 ``[M, BLOCK_DIM_V]``, ``total`` and ``top`` fp32 ``[M]`` are the running sum of values, the
     denominator and the maximum, in powers of two. ``scale`` includes log2(e) without a soft cap, and is divided by it
-    with one; ``cap`` and ``slopes`` include log2(e). LEFT and RIGHT say whether the limit on that side is tested.
+    with one; ``cap`` and ``slopes`` include log2(e). LEFT and RIGHT say whether the limit on that side is tested, WHOLE
+    that there are whole tiles only.
     """
     dims, dims_v = tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_DIM_V)
     ids = chunk_ids(table, page_table, begin, end, first_valid_id, PAGE, CHUNK, N)
     for first in range(begin, end, N):
         tokens = first + tl.arange(0, N)
-        pages = tl.reshape(tl.broadcast_to(ids[:, None], [N // CHUNK, CHUNK]), [N])
+        pages = token_pages(ids, CHUNK, N)
         ids = chunk_ids(table, page_table, first + N, end, first_valid_id, PAGE, CHUNK, N)
-        exists = (pages >= first_valid_id) & (tokens < end)
+        exists = pages >= first_valid_id
+        if not WHOLE:
+            exists = exists & (tokens < end)
         if PAGE == CHUNK:
             inside = tl.arange(0, N) % PAGE
         else:
             inside = tokens % PAGE
         offsets = token_offsets(pages, inside, kv_head, k_page, k_token, k_head, HINT_K)
-        k = load_tile(key_cache, offsets[None, :], dims[:, None], exists[None, :], FORMAT_K, DIM, BLOCK_DIM, q.dtype)
+        k = load_tile(key_cache, offsets[:, None], dims[None, :], exists[:, None], FORMAT_K, DIM, BLOCK_DIM, q.dtype)
         offsets = token_offsets(pages, inside, kv_head, v_page, v_token, v_head, HINT_V)
         v = load_tile(
             value_cache, offsets[:, None], dims_v[None, :], exists[:, None], FORMAT_V, DIM_V, BLOCK_DIM_V, q.dtype
         )
-        scores = tl.dot(q, k, input_precision="ieee") * scale
+        if FORMAT_V != _PLAIN:
+            # Always true, which only the last pass of the compiler sees. The passes before it would give the bytes the
+            # layout of the matrix operand as they are read from shared memory: one by one there, since what the
+            # operand wants adjacent are tokens, and in half vectors from global memory. This stops them.
+            v = tl.where(dims_v[None, :] < BLOCK_DIM_V, v, 0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if CAP:
             scores = cap * tanh(scores, q.dtype == tl.float32)
         if slopes is not None:
@@ -175,7 +224,7 @@ def finish(acc, total, top, sinks, heads, valid, value_scale):
 def head_scale(scales, row, kv_head, row_stride, head_stride):
     """The fp8 scale of a row and head; 1 without."""
     if scales is not None:
-        scale = tl.load(scales + row * row_stride + kv_head * head_stride).to(tl.float32)
+        scale = tl.load(scales + row_offset(row, row_stride) + kv_head * head_stride).to(tl.float32)
     else:
         scale = 1.0
     return scale
@@ -203,7 +252,8 @@ def zero_unowned(
     dims = tl.arange(0, BLOCK_DIM_V)
     member = tl.arange(0, BLOCK_GROUP)
     heads = kv_head * GROUP + member
-    for token in range(tl.load(query_start_loc + rows) + part, tokens, parts):
+    first = tl.minimum(tl.maximum(tl.load(query_start_loc + rows), 0), tokens)  # whatever the table holds
+    for token in range(first + part, tokens, parts):
         where = query_offsets(token + tl.zeros_like(heads), heads, out_token, out_head)
         zeros = tl.zeros([BLOCK_GROUP, BLOCK_DIM_V], out.dtype.element_ty)
         tl.store(out + where[:, None] + dims[None, :], zeros, mask=(member < GROUP)[:, None] & (dims < DIM_V)[None, :])

@@ -10,13 +10,23 @@ from typing import NamedTuple
 
 class Tiles(NamedTuple):
     """``keys`` of a tile, ``rows`` of packed queries, warps of a program and depth of its pipeline: ``stages - 1``
-    tiles of keys and values are in flight."""
+    tiles of keys and values are in flight. ``registers``: how many a thread may take (NVIDIA). Left to itself, the
+    assembler aims at more programs than shared memory leaves room for, and spills a few to get there."""
 
     rows: int
     keys: int
     warps: int
     stages: int
+    registers: int | None = None
 
+    @property
+    def options(self) -> dict[str, int]:
+        """Of a launch."""
+        options = {"num_warps": self.warps, "num_stages": self.stages}
+        return options | ({"maxnreg": self.registers} if self.registers else {})
+
+
+LARGE, SMALL, AMD, INTERPRETED = "large", "small", "amd", "interpreted"
 
 LEAST_ROWS = 16
 """The least that a matrix instruction takes."""
@@ -26,14 +36,22 @@ MOST_DECODE_QUERIES = 8
 """Rows with more new tokens are prefill. Speculative decoding verifies a handful: with splits, that stays bound by
 memory; without them, one program per row would walk the whole context alone."""
 
-DECODE_SHARED_BYTES = 72 * 1024
-"""Keys and values in flight per program. Where a multiprocessor has 227 KiB, three such programs fit: 192 KiB in
-flight, several times the 25 KiB that hide an H200's latency (4.8 TB/s, 0.7 µs, 132 multiprocessors)."""
-DECODE_SHARED_BYTES_SMALL = 40 * 1024
-"""Where it has 100 KiB (sm_86, sm_89) two fit, 64 KiB in flight against 8 KiB needed; likewise 64 KiB on gfx942."""
+DECODE_KEYS = 32
+"""Tiles of 64 keys take a tenth fewer instructions per key, but for K and V of 128 each the same bytes in flight are
+then two tiles instead of three, in fewer programs that take 110 registers instead of 80."""
+DECODE_STAGES = 4
+DECODE_FLIGHT_BYTES = {LARGE: 72 * 1024, SMALL: 40 * 1024}
+"""At most so many bytes of keys and values in flight per program. Four programs of 48 KiB fit a multiprocessor with 227
+KiB: 192 KiB in flight, several times the 25 KiB that hide an H200's latency (4.8 TB/s, 0.7 µs, 132 multiprocessors).
+Where it has 100 KiB (sm_86, sm_89) two of 32 KiB fit, against 8 KiB needed."""
+
+MOST_REGISTERS = 255
+"""Of a thread, on NVIDIA: eight warps of it fill a multiprocessor."""
+AMD_PREFILL_BYTES = 4 * 64 * 16
+"""Of the keys of a tile, or its values: one access of each thread."""
 
 PROGRAMS_PER_MULTIPROCESSOR = 4
-"""Splitting the context goes on until there are so many: what fits at once, and one more to even out the rest."""
+"""Splitting the context goes on until there are so many: they fit at once."""
 LEAST_SPLIT_KEYS = 256
 """Fewer keys per split and merging costs more than the split gains."""
 MOST_SPLITS = 64
@@ -42,22 +60,21 @@ MERGE_WARPS = 4
 
 INTERPRETED_PROGRAMS = 16
 """Splits aimed at in the interpreter: enough to be tested; every program costs milliseconds."""
+INTERPRETED_KEYS = 64
+"""Of a tile there: a step of the loop costs milliseconds, too."""
 
 KV_TILE = 2048
-"""Elements of keys, and as many of values, that one program of KV_WARPS warps writes or gathers: two 16-byte accesses
+"""Elements of keys, and as many of values, that one program of KV_THREADS writes or gathers: two 16-byte accesses
 per thread and part at 2 bytes per element; a decode step of 256 tokens by 8 heads of 128 fills 128 programs."""
-KV_WARPS = 4
+KV_THREADS = 128
 KV_TILE_INTERPRETED = 2**16
 """In the interpreter a program costs milliseconds whatever its size."""
-
-
-LARGE, SMALL, AMD = "large", "small", "amd"
 
 
 class Sizes(NamedTuple):
     """What tiles are chosen by: head_dims rounded up to powers of two, bytes per element of q and of the caches, and
     the class of the device: LARGE where one program may have 160 KiB of shared memory (sm_80, sm_90, sm_100), SMALL
-    where it may have 99 KiB (sm_86, sm_89, sm_120), AMD with 64 KiB and 64 lanes to a warp."""
+    where it may have 99 KiB (sm_86, sm_89, sm_120), AMD with 64 KiB and 64 lanes to a warp, or INTERPRETED."""
 
     head_dim: int
     head_dim_v: int
@@ -65,31 +82,55 @@ class Sizes(NamedTuple):
     cache_bytes: int
     device: str
 
+    @property
+    def key_bytes(self) -> int:
+        """Of one key and value."""
+        return (self.head_dim + self.head_dim_v) * self.cache_bytes
+
+    @property
+    def wide(self) -> bool:
+        """Heads of which an accumulator takes half of all registers, or more."""
+        return max(self.head_dim, self.head_dim_v) > 128
+
 
 def decode_tiles(rows: int, sizes: Sizes) -> Tiles:
     """For so many packed query rows per KV head."""
-    budget = DECODE_SHARED_BYTES if sizes.device == LARGE else DECODE_SHARED_BYTES_SMALL
-    stored = sizes.query_bytes if sizes.device == AMD else sizes.cache_bytes  # AMD stages fp8 decoded
-    keys = 64 if sizes.query_bytes <= 2 else 16  # fp32 has no matrix instruction of its precision: wider tiles spill
-    while keys > 16 and 2 * keys * (sizes.head_dim + sizes.head_dim_v) * stored > budget:
+    rows = min(max(rows, LEAST_ROWS), MOST_DECODE_ROWS)
+    # fp32 has no matrix instruction of its precision: wider tiles spill
+    keys = DECODE_KEYS if sizes.query_bytes <= 2 else 16
+    if sizes.device == INTERPRETED:
+        return Tiles(rows, INTERPRETED_KEYS, 4, DECODE_STAGES)
+    if rows > 32 and sizes.device != LARGE:
+        keys = 16  # the rows take the shared memory and the registers that more keys would
+    if sizes.device == AMD:
+        # Loads go through registers, two tiles ahead; where fp8 is decoded on the way, one stage earlier.
+        return Tiles(rows, 16 if sizes.wide else keys, 4, 3 if sizes.cache_bytes == 1 else 2)
+    most = DECODE_FLIGHT_BYTES[sizes.device]
+    while keys > 16 and 2 * keys * sizes.key_bytes > most:
         keys //= 2
-    return Tiles(min(max(rows, LEAST_ROWS), MOST_DECODE_ROWS), keys, 4, 3)
+    return Tiles(rows, keys, 4, DECODE_STAGES if 3 * keys * sizes.key_bytes <= most else DECODE_STAGES - 1)
 
 
 def prefill_tiles(sizes: Sizes) -> Tiles:
-    """128 rows on 8 warps feed the warpgroup instructions of sm_90. The accumulator, rows by head_dim_v in fp32, lives
-    in registers: wider heads get narrower tiles of keys, and small devices fewer rows. fp8 is decoded in registers,
-    which takes narrower tiles there. fp32 has no matrix instruction of its precision; larger tiles spill."""
-    wide = max(sizes.head_dim, sizes.head_dim_v) > 128
+    """The accumulator, rows by head_dim_v in fp32, lives in registers: wider heads get narrower tiles of keys.
+
+    128 rows on 8 warps feed the warpgroup instructions of sm_90. Small devices take 64 rows on 4 warps, 16 per warp, so
+    that no sum crosses warps, and two programs at a time. AMD keeps a mask of a tile's keys in scalar registers, which
+    are few: tiles are as narrow as one 16-byte access per thread allows. fp32 has no matrix instruction of its
+    precision but on AMD; larger tiles spill."""
     if sizes.query_bytes > 2:
-        return Tiles(16, 16, 4, 2)
-    if sizes.device == LARGE:
-        return Tiles(128, 32 if wide else 64, 8, 3)
-    if wide:
-        return Tiles(64, 16, 8, 2)
+        return Tiles(32, 16, 8, 2, None if sizes.device == AMD else MOST_REGISTERS if sizes.wide else 128)
     if sizes.device == AMD:
-        return Tiles(64, 32, 4, 3)
-    return Tiles(64, 32 if sizes.cache_bytes == 1 else 64, 8, 3)
+        keys = AMD_PREFILL_BYTES // (min(sizes.head_dim, sizes.head_dim_v) * sizes.cache_bytes)
+        return Tiles(64, min(max(keys, LEAST_ROWS), 64), 4, 2)
+    if sizes.device == SMALL:
+        return Tiles(64, 32, 8 if sizes.wide else 4, 2, MOST_REGISTERS)
+    return Tiles(128, 32 if sizes.wide else 64, 8, 3, MOST_REGISTERS)
+
+
+def kv_warps(device: str) -> int:
+    """For KV_THREADS threads."""
+    return KV_THREADS // (64 if device == AMD else 32)
 
 
 def split_count(programs: int, max_seq_len: int, aim: int) -> int:

@@ -11,14 +11,18 @@ import torch
 import triton
 import triton.language as tl
 
-PLAIN, E4M3, E5M2, NATIVE = 0, 1, 2, 3
-"""How a kernel sees a cache: its own dtype; bytes of either format; or fp8 that the hardware converts itself."""
+PLAIN, E4M3, E5M2, NATIVE_E4M3 = 0, 1, 2, 3
+"""How a kernel sees a cache: in its own dtype, or as bytes of a format. NATIVE_E4M3: e4m3 that the hardware decodes,
+two values an instruction."""
+NATIVE_CAPABILITY = (8, 9)
+"""From this on NVIDIA's hardware converts e4m3. That of gfx942 is another: of bias 8, without a negative zero."""
 
 FORMATS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 _E4M3 = tl.constexpr(E4M3)
 _E5M2 = tl.constexpr(E5M2)
+_NATIVE_E4M3 = tl.constexpr(NATIVE_E4M3)
 
 
 def as_bits(cache: torch.Tensor) -> torch.Tensor:
@@ -26,14 +30,26 @@ def as_bits(cache: torch.Tensor) -> torch.Tensor:
     return cache.view(torch.uint8) if cache.dtype in FORMATS else cache
 
 
+def decoding(cache: torch.Tensor) -> int:
+    """The format by which a kernel that its instructions bind decodes a cache: the hardware's, where it has it."""
+    form = FORMATS.get(cache.dtype, PLAIN)
+    if form == E4M3 and cache.is_cuda and not torch.version.hip:
+        return NATIVE_E4M3 if torch.cuda.get_device_capability(cache.device) >= NATIVE_CAPABILITY else E4M3
+    return form
+
+
 @triton.jit
 def decode(stored, FORMAT: tl.constexpr):
     """Values of what was loaded: fp16 from bytes of a format, anything else as it is."""
     if FORMAT == _E4M3:
-        bits = stored.to(tl.uint16)
-        # Exponent and mantissa land in a half's fields; the two biases differ by 8, subnormals included.
-        half = (((bits & 0x7F) << 7) | ((bits & 0x80) << 8)).to(tl.float16, bitcast=True) * 256.0
-        values = tl.where((bits & 0x7F) == 0x7F, float("nan"), half).to(tl.float16)
+        # The sign fills the upper byte. Exponent and mantissa land in a half's fields; the two biases differ by 8,
+        # subnormals included.
+        bits = (stored.to(tl.int8, bitcast=True).to(tl.int16) << 7) & -0x4080
+        # Only the size of NaN carries into the one bit of the exponent that no number sets: that makes it a half's NaN.
+        bits = bits | ((bits + 0x80) & 0x4000)
+        values = bits.to(tl.float16, bitcast=True) * 256.0
+    elif FORMAT == _NATIVE_E4M3:
+        values = stored.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     elif FORMAT == _E5M2:
         values = (stored.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
     else:

@@ -11,11 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
+from avmp.errors import InvalidArgument
 from avmp.kernels import attention_tuning as tuning
-from avmp.kernels.attention_launch import stride_hint
+from avmp.kernels.attention_launch import device_class, stride_hint
+from avmp.kernels.attention_tiles import row_offset
 from avmp.kernels.fp8 import FORMATS, PLAIN, as_bits, decode, encode
 from avmp.kernels.kv_reference import check_gather, check_write
-from avmp.kernels.launch import INTERPRETED, cdiv, device_guard, require_runnable
+from avmp.kernels.launch import GRID_X_LIMIT, INTERPRETED, cdiv, device_guard, require_runnable
 
 
 @triton.jit
@@ -23,6 +25,19 @@ def place_offsets(pages, inside, heads, page_stride, token_stride, head_stride, 
     """int64 offsets of (page, token, head) in a cache."""
     offsets = pages.to(tl.int64) * page_stride + inside.to(tl.int64) * token_stride + heads.to(tl.int64) * head_stride
     return tl.multiple_of(offsets, HINT)
+
+
+@triton.jit
+def new_offsets(tokens, heads, token_stride, head_stride, HINT: tl.constexpr):
+    """int64 offsets of (token, head) pairs in what is written. (Triton 3.6 loses a hint on what a function returns.)"""
+    offsets = tokens.to(tl.int64) * token_stride + heads.to(tl.int64) * head_stride
+    return tl.multiple_of(offsets, HINT)
+
+
+@triton.jit
+def result_offsets(targets, heads, kv_heads, dim):
+    """int64 offsets of (token, head) pairs in a contiguous ``[tokens, kv_heads, dim]``."""
+    return (targets.to(tl.int64) * kv_heads + heads) * dim
 
 
 @triton.jit
@@ -43,7 +58,7 @@ def _write_part(
 ):  # fmt: skip
     dims = tl.arange(0, BLOCK_DIM)
     mask = valid[:, None] & (dims < DIM)[None, :]
-    source = tl.multiple_of(tokens.to(tl.int64) * new_token + heads.to(tl.int64) * new_head, NEW_HINT)
+    source = new_offsets(tokens, heads, new_token, new_head, NEW_HINT)
     values = tl.load(new + source[:, None] + dims[None, :], mask=mask, other=0)
     if FORMAT != 0:
         values = values.to(tl.float32)
@@ -104,7 +119,7 @@ def _read_part(
         values = decode(stored, FORMAT).to(tl.float32)
         if scales is not None:
             values *= tl.load(scales + heads * scale_head).to(tl.float32)[:, None]
-    rows = (targets * HEADS + heads) * DIM
+    rows = result_offsets(targets, heads, HEADS, DIM)
     tl.store(
         out + rows[:, None] + dims[None, :], values.to(out.dtype.element_ty), mask=live[:, None] & (dims < DIM)[None, :]
     )
@@ -132,7 +147,7 @@ def gather_kv_kernel(
 ):  # fmt: skip
     """Grid: rows times tiles of PAIRS (token, head) pairs; all together zero what lies behind ragged rows."""
     if cu_seq_lens is not None:
-        behind = tl.load(cu_seq_lens + rows).to(tl.int64) * HEADS + tl.program_id(0).to(tl.int64) * PAIRS
+        behind = tl.maximum(tl.load(cu_seq_lens + rows), 0).to(tl.int64) * HEADS + tl.program_id(0).to(tl.int64) * PAIRS
         for first in range(behind, total.to(tl.int64) * HEADS, tl.num_programs(0) * PAIRS):
             _zero_part(key_out, first, total, HEADS, DIM, BLOCK_DIM, PAIRS)
             if value_out is not None:
@@ -144,11 +159,12 @@ def gather_kv_kernel(
     tokens = places
     if starts is not None:
         tokens += tl.load(starts + row)
-    ids = tl.load(block_table + row.to(tl.int64) * table_row + tokens // PAGE, mask=valid, other=-1)
+    ids = tl.load(block_table + row_offset(row, table_row) + tokens // PAGE, mask=valid, other=-1)
     if cu_seq_lens is None:
-        targets, live = row.to(tl.int64) * longest + places, places < longest
+        targets, live = row_offset(row, longest) + places, places < longest
     else:
-        targets, live = tl.load(cu_seq_lens + row).to(tl.int64) + places, valid
+        targets = tl.load(cu_seq_lens + row).to(tl.int64) + places
+        live = valid & (places < longest) & (targets >= 0) & (targets < total)  # whatever the sums are
     pages, valid = _translated(ids, valid, page_table, first_valid_id, table_limit, page_limit)
     offsets = place_offsets(pages, tokens % PAGE, heads, k_page, k_token, k_head, HINT_K)
     _read_part(
@@ -204,7 +220,7 @@ def write_kv(
             **shape.constants,
             HINT_KEY=stride_hint(key),
             HINT_VALUE=1 if value is None else stride_hint(value),
-            num_warps=tuning.KV_WARPS,
+            num_warps=shape.warps,
         )
 
 
@@ -237,6 +253,11 @@ def gather_kv(
     ]
     assert outs[0] is not None
     tiles = cdiv(max_seq_len * shape.heads, shape.pairs)
+    if rows * tiles > GRID_X_LIMIT:
+        raise InvalidArgument(
+            f"gather_kv: {rows} rows by max_seq_len {max_seq_len}: {rows * tiles:,} programs, expected at most "
+            f"{GRID_X_LIMIT:,}; give a lower max_seq_len, or fewer rows at a time"
+        )
     if outs[0].numel() == 0 or rows == 0 or tiles == 0:
         return outs[0].zero_(), None if outs[1] is None else outs[1].zero_()
     with device_guard(key_cache):
@@ -264,7 +285,7 @@ def gather_kv(
             key_scale_head=_per_head(key_scale),
             value_scale_head=_per_head(value_scale),
             **shape.constants,
-            num_warps=tuning.KV_WARPS,
+            num_warps=shape.warps,
         )
     return outs[0], outs[1]
 
@@ -278,6 +299,7 @@ class _Shape:
         block, block_v = triton.next_power_of_2(dim), triton.next_power_of_2(max(dim_v, 1))
         elements = tuning.KV_TILE_INTERPRETED if INTERPRETED else tuning.KV_TILE
         self.pairs = max(elements // max(block, block_v), 1)
+        self.warps = tuning.kv_warps(device_class(key_cache))
         strides = (*key_cache.stride()[:3], *((0, 0, 0) if value_cache is None else value_cache.stride()[:3]))
         names = ("k_page", "k_token", "k_head", "v_page", "v_token", "v_head")
         self.strides = dict(zip(names, strides, strict=True))

@@ -23,7 +23,16 @@ import triton.language as tl
 from avmp.kernels import attention_tuning as tuning
 from avmp.kernels.attention_arguments import Window, check_attention
 from avmp.kernels.attention_launch import Shared, Tables
-from avmp.kernels.attention_tiles import LN2, LOG2E, attend, finish, head_scale, query_offsets, zero_unowned
+from avmp.kernels.attention_tiles import (
+    LN2,
+    LOG2E,
+    attend,
+    finish,
+    head_scale,
+    query_offsets,
+    row_offset,
+    zero_unowned,
+)
 from avmp.kernels.launch import INTERPRETED, cdiv, device_guard, multiprocessors, require_runnable
 
 _COUNTS = ["rows", "tokens", "most_queries", "first_valid_id", "left", "right", "table_row"]
@@ -39,6 +48,26 @@ def _visible_range(first, last, length, left, right, LEFT: tl.constexpr, RIGHT: 
     if RIGHT:
         end = tl.maximum(tl.minimum(length, last + right + 1), 0)
     return begin, end
+
+
+@triton.jit
+def _row_queries(query_start_loc, row, tokens):
+    """First token and number of query tokens of a row: of those that there are, whatever the table holds."""
+    first_token = tl.maximum(tl.load(query_start_loc + row), 0)
+    return first_token, tl.minimum(tl.load(query_start_loc + row + 1), tokens) - first_token
+
+
+@triton.jit
+def part_places(row, head, query, split, heads, most_queries, splits):
+    """int64 places in ``[rows, heads, most_queries, splits]``."""
+    return ((row.to(tl.int64) * heads + head) * most_queries + query) * splits + split
+
+
+@triton.jit
+def first_tile(first_token, row, group, tile_rows):
+    """int32 number of the tile with which a row begins: the tiles of all rows are counted, one more than is full for
+    each row, so that none has to look at the others."""
+    return (first_token.to(tl.int64) * group // tile_rows + row).to(tl.int32)
 
 
 @triton.jit
@@ -85,8 +114,7 @@ def decode_kernel(
         tl.program_id(1) // KV_HEADS,
         tl.program_id(2),
     )
-    first_token = tl.load(query_start_loc + row)
-    queries = tl.load(query_start_loc + row + 1) - first_token
+    first_token, queries = _row_queries(query_start_loc, row, tokens)
     if (tile == 0) & (split == 0):
         zero_unowned(
             out, lse, query_start_loc, rows, tokens, row, tl.num_programs(0), kv_head, out_token, out_head,
@@ -105,16 +133,17 @@ def decode_kernel(
             begin += split * share
             end = tl.minimum(begin + share, end)
         if slopes is not None:
-            slope = tl.load(slopes + row * slope_row + heads, mask=valid, other=0.0).to(tl.float32) * LOG2E
+            slope = tl.load(slopes + row_offset(row, slope_row) + heads, mask=valid, other=0.0).to(tl.float32) * LOG2E
         else:
             slope = None
         acc, total, top = attend(
             tl.zeros([M, BLOCK_DIM_V], tl.float32), tl.zeros([M], tl.float32), tl.full([M], float("-inf"), tl.float32),
             block, positions, slope, key_cache, value_cache,
-            block_table + row.to(tl.int64) * table_row, page_table, begin, end, kv_head,
+            block_table + row_offset(row, table_row), page_table, begin, end, kv_head,
             scale * head_scale(key_scale, row, kv_head, key_scale_row, key_scale_head), cap, left, right,
             first_valid_id, k_page, k_token, k_head, v_page, v_token, v_head,
             PAGE, CHUNK, N, DIM, DIM_V, BLOCK_DIM, BLOCK_DIM_V, LEFT, RIGHT, CAP, FORMAT_K, FORMAT_V, HINT_K, HINT_V,
+            False,
         )  # fmt: skip
         factor = head_scale(value_scale, row, kv_head, value_scale_row, value_scale_head)
         if SPLITS == 1:
@@ -135,7 +164,7 @@ def decode_kernel(
             )
         else:
             acc, lse_values = finish(acc, total, top, None, heads, valid, factor)
-            place = ((row.to(tl.int64) * HEADS + heads) * most_queries + query) * SPLITS + split
+            place = part_places(row, heads, query, split, HEADS, most_queries, SPLITS)
             dims = tl.arange(0, BLOCK_DIM_V)
             some = valid & (total > 0)
             tl.store(
@@ -144,17 +173,16 @@ def decode_kernel(
             tl.store(part_lse + place, lse_values, mask=valid)
 
 
-@triton.jit(do_not_specialize=["most_queries"], do_not_specialize_on_alignment=["query_start_loc"])
+@triton.jit(do_not_specialize=["most_queries", "tokens"], do_not_specialize_on_alignment=["query_start_loc"])
 def merge_kernel(
-    parts, part_lse, out, lse, query_start_loc, sinks, most_queries, out_token, out_head,
+    parts, part_lse, out, lse, query_start_loc, sinks, most_queries, tokens, out_token, out_head,
     HEADS: tl.constexpr, DIM_V: tl.constexpr, BLOCK_DIM_V: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Weighs the splits of one query and head by their log-sum-exp. Grid: rows times most_queries, heads."""
     row, query, head = tl.program_id(0) // most_queries, tl.program_id(0) % most_queries, tl.program_id(1)
-    first_token = tl.load(query_start_loc + row)
-    queries = tl.load(query_start_loc + row + 1) - first_token
+    first_token, queries = _row_queries(query_start_loc, row, tokens)
     if (query < queries) & (queries <= most_queries):
-        place = ((row.to(tl.int64) * HEADS + head) * most_queries + query) * SPLITS + tl.arange(0, SPLITS)
+        place = part_places(row, head, query, tl.arange(0, SPLITS), HEADS, most_queries, SPLITS)
         dims = tl.arange(0, BLOCK_DIM_V)
         each = tl.load(part_lse + place) * LOG2E
         highest = tl.max(each, 0)
@@ -183,15 +211,15 @@ def merge_kernel(
 
 @triton.jit
 def _row_of_tile(tile, query_start_loc, rows, GROUP: tl.constexpr, M: tl.constexpr):
-    """The row whose tiles begin at or before ``tile``: row r's begin at ``query_start_loc[r] * GROUP // M + r``."""
+    """The row whose tiles begin at or before ``tile``."""
     low, high = 0, rows
     while low < high:
         middle = (low + high) // 2
-        if tl.load(query_start_loc + middle) * GROUP // M + middle <= tile:
+        if first_tile(tl.load(query_start_loc + middle), middle, GROUP, M) <= tile:
             low = middle + 1
         else:
             high = middle
-    return low - 1
+    return tl.maximum(low - 1, 0)
 
 
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_TABLES)
@@ -214,10 +242,9 @@ def prefill_kernel(
     )  # fmt: skip
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # late tiles see the most keys: they start first
     row = _row_of_tile(tile, query_start_loc, rows, GROUP, M)
-    first_token = tl.load(query_start_loc + row)
-    queries = tl.load(query_start_loc + row + 1) - first_token
-    first_packed = (tile - (first_token * GROUP // M + row)) * M
-    if (queries > most_queries) & (first_packed < queries * GROUP):
+    first_token, queries = _row_queries(query_start_loc, row, tokens)
+    first_packed = (tile - first_tile(first_token, row, GROUP, M)) * M
+    if (queries > most_queries) & (first_packed >= 0) & (first_packed < queries * GROUP):
         length = tl.load(seq_lens + row)
         packed = first_packed + tl.arange(0, M)
         query, heads = packed // GROUP, kv_head * GROUP + packed % GROUP
@@ -228,10 +255,10 @@ def prefill_kernel(
         last = tl.minimum(length - queries + (first_packed + M - 1) // GROUP, length - 1)
         begin, end = _visible_range(first, last, length, left, right, LEFT, RIGHT, CHUNK)
         if slopes is not None:
-            slope = tl.load(slopes + row * slope_row + heads, mask=valid, other=0.0).to(tl.float32) * LOG2E
+            slope = tl.load(slopes + row_offset(row, slope_row) + heads, mask=valid, other=0.0).to(tl.float32) * LOG2E
         else:
             slope = None
-        table = block_table + row.to(tl.int64) * table_row
+        table = block_table + row_offset(row, table_row)
         key_factor = scale * head_scale(key_scale, row, kv_head, key_scale_row, key_scale_head)
         acc, total = tl.zeros([M, BLOCK_DIM_V], tl.float32), tl.zeros([M], tl.float32)
         top = tl.full([M], float("-inf"), tl.float32)
@@ -242,13 +269,14 @@ def prefill_kernel(
                 acc, total, top, block, positions, slope, key_cache, value_cache, table, page_table, begin, free,
                 kv_head, key_factor, cap, left, right, first_valid_id, k_page, k_token, k_head, v_page, v_token, v_head,
                 PAGE, CHUNK, N, DIM, DIM_V, BLOCK_DIM, BLOCK_DIM_V, LEFT, False, CAP, FORMAT_K, FORMAT_V, HINT_K,
-                HINT_V,
+                HINT_V, True,
             )  # fmt: skip
             begin = free
         acc, total, top = attend(
             acc, total, top, block, positions, slope, key_cache, value_cache, table, page_table, begin, end,
             kv_head, key_factor, cap, left, right, first_valid_id, k_page, k_token, k_head, v_page, v_token, v_head,
             PAGE, CHUNK, N, DIM, DIM_V, BLOCK_DIM, BLOCK_DIM_V, LEFT, RIGHT, CAP, FORMAT_K, FORMAT_V, HINT_K, HINT_V,
+            False,
         )  # fmt: skip
         factor = head_scale(value_scale, row, kv_head, value_scale_row, value_scale_head)
         acc, lse_values = finish(acc, total, top, sinks, heads, valid, factor)
@@ -316,14 +344,14 @@ def paged_attention(
     with device_guard(q):
         if decode:
             most_queries = min(max_query_len, tuning.MOST_DECODE_QUERIES)
-            _decode(shared, most_queries, max_seq_len, num_splits, 0 if prefill else problem.tokens)
+            _decode(shared, most_queries, max_seq_len, num_splits)
         if prefill:
             _prefill(shared, tuning.MOST_DECODE_QUERIES if decode else 0)
     return out, lse
 
 
-def _decode(shared: Shared, most_queries: int, max_seq_len: int, num_splits: int, tokens: int) -> None:
-    """Rows of up to ``most_queries`` queries; and what lies behind all rows' tokens, if there are ``tokens`` in all."""
+def _decode(shared: Shared, most_queries: int, max_seq_len: int, num_splits: int) -> None:
+    """Rows of up to ``most_queries`` queries; and what lies behind all rows' tokens."""
     p = shared.problem
     packed = triton.next_power_of_2(p.group * most_queries)
     tiles = tuning.decode_tiles(packed, shared.sizes)
@@ -341,12 +369,11 @@ def _decode(shared: Shared, most_queries: int, max_seq_len: int, num_splits: int
         **shared.arguments(tiles),
         parts=parts,
         part_lse=part_lse,
-        tokens=tokens,
+        tokens=p.tokens,
         most_queries=most_queries,
         SPLITS=splits,
         LEAST_KEYS=tiles.keys if num_splits else tuning.LEAST_SPLIT_KEYS,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
+        **tiles.options,
     )
     if splits > 1:
         merge_kernel[(p.rows * most_queries, p.query_heads)](
@@ -357,6 +384,7 @@ def _decode(shared: Shared, most_queries: int, max_seq_len: int, num_splits: int
             shared.tables.query_start_loc,
             shared.tables.sinks,
             most_queries,
+            p.tokens,
             *p.out.stride()[:2],
             HEADS=p.query_heads,
             DIM_V=p.head_dim_v,
@@ -374,6 +402,5 @@ def _prefill(shared: Shared, most_queries: int) -> None:
         **shared.arguments(tiles),
         tokens=p.tokens,
         most_queries=most_queries,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
+        **tiles.options,
     )

@@ -183,14 +183,24 @@ def decode_kernel(source, target, COUNT: tl.constexpr, FORMAT: tl.constexpr):
     tl.store(target + places, fp8.decode(tl.load(source + places), FORMAT).to(tl.float32))
 
 
-@pytest.mark.parametrize("dtype", list(fp8.FORMATS), ids=str)
-def test_the_fp8_codec_is_exact(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "form"),
+    [*fp8.FORMATS.items(), (torch.float8_e4m3fn, fp8.NATIVE_E4M3)],
+    ids=["e4m3", "e5m2", "e4m3 by hardware"],
+)
+def test_fp8_is_decoded_exactly(dtype, form):
     codes = torch.arange(256, dtype=torch.uint8)
     decoded = torch.empty(256)
-    decode_kernel[(1,)](codes, decoded, 256, fp8.FORMATS[dtype])
+    decode_kernel[(1,)](codes, decoded, 256, form)
     right = codes.view(dtype).float()
     assert torch.equal(decoded.isnan(), right.isnan())
     assert torch.equal(decoded[~right.isnan()], right[~right.isnan()])
+    assert torch.equal(decoded.signbit()[~right.isnan()], right.signbit()[~right.isnan()])
+
+
+@pytest.mark.parametrize("dtype", list(fp8.FORMATS), ids=str)
+def test_fp8_is_encoded_as_torch_does(dtype):
+    right = torch.arange(256, dtype=torch.uint8).view(dtype).float()
     finite = right[right.isfinite()].unique()
     middles = (finite[1:] + finite[:-1]) / 2
     some = torch.randn(2**14, generator=torch.Generator().manual_seed(0)) * torch.logspace(-9, 6, 2**14)

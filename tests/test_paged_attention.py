@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,11 +14,19 @@ import torch
 import triton
 import triton.language as tl
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from avmp.errors import InvalidArgument, Unsupported
-from avmp.kernels import attention_launch, attention_reference, attention_tiles, attention_tuning, paged_attention
+from avmp.kernels import (
+    attention_launch,
+    attention_pages,
+    attention_reference,
+    attention_tiles,
+    attention_tuning,
+    paged_attention,
+)
 from tests import triton_interpreter
-from tests.attention_problems import Expected, Problem, Shape, make_problem, oracle
+from tests.attention_problems import Expected, Problem, Shape, low_precision, make_problem, oracle
 
 pytestmark = pytest.mark.usefixtures("interpreter", "one_thread")
 
@@ -80,6 +89,10 @@ def closes(name: str, value: int, chosen: dict[str, int], open_pairs: set[tuple[
 CASES = list(pairwise(0))
 
 
+def poisoned(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.fill_(float("nan") if tensor.is_floating_point() else 0xFF)
+
+
 def attend(module: str, problem: Problem, **changed: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The call with an ``out`` that lies in the middle of guarded memory, and NaN in all that is allocated."""
     call = problem.with_(**changed)
@@ -89,7 +102,8 @@ def attend(module: str, problem: Problem, **changed: Any) -> tuple[torch.Tensor,
     out.fill_(float("nan"))
     stock = torch.empty
     try:
-        torch.empty = lambda *args, **kwargs: stock(*args, **kwargs).fill_(float("nan"))  # type: ignore[assignment]
+        torch.empty = lambda *args, **kwargs: poisoned(stock(*args, **kwargs))  # type: ignore[assignment]
+        attention_pages.MEMORY.kept.clear()
         found, lse = MODULES[module](**call, out=out)
     finally:
         torch.empty = stock  # type: ignore[assignment]
@@ -120,28 +134,90 @@ def test_features_in_pairs(number):
     expected.check(*attend("reference", problem))
 
 
-@pytest.mark.parametrize("whole", [True, False], ids=["public attention", "every step written out"])
-def test_the_reference_without_the_private_operation(monkeypatch, whole):
-    monkeypatch.setattr(attention_reference, "_FLASH", None)
-    for number in range(0, len(CASES), 9):
-        case = dict(CASES[number]) | {"sinks": False, "softcap": 0.0}
-        case.pop("num_splits")
-        problem = make_problem(Shape(**case), seed=number)
-        expected = Expected(problem.call)
-        out, lse = attend("reference", problem, return_lse=not whole)
-        expected.check(out, lse)
+@pytest.mark.parametrize("fault", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_fault_of_four_times_the_error_is_found(dtype, fault):
+    """The measure itself: a further order of summation passes, and fails with its errors four times as large."""
+    call = make_problem(Shape(lens=(150, 90), queries=(9, 1), dtype=dtype, heads=8, sinks=True)).call
+    expected = Expected(call)
+    errors = [low - right for low, right in zip(low_precision(call, 99), expected.right, strict=True)]
+    for which in range(2):
+        found = [right.clone() for right in expected.right]
+        found[which] += fault * errors[which]
+        if fault == 1:
+            expected.check(*found)
+        else:
+            with pytest.raises(AssertionError, match="root of mean square"):
+                expected.check(*found)
 
 
-def test_the_reference_merges_chunks(monkeypatch):
-    monkeypatch.setattr(attention_reference, "_chunk_tokens", lambda cache: 16)
-    monkeypatch.setattr(attention_reference, "MOST_PARTIALS", 3)
-    monkeypatch.setattr(attention_reference, "QUERY_TOKENS", 7)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_reference_over_several_chunks(monkeypatch, dtype):
+    """At its own sizes: contexts of several chunks; and where bf16 is read in place, gathered all the same."""
+    shape = Shape(lens=(1100, 600, 130), heads=16, kv_heads=8, head_dim=128, head_dim_v=128, dtype=dtype)
+    problem = make_problem(shape)
+    expected = Expected(problem.call)
+    expected.check(*attend("reference", problem))
+    monkeypatch.setattr(attention_reference, "MOST_ROWS_TO_SUM_IN_PLACE", 0)
+    expected.check(*attend("reference", problem))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("score_bytes", [1, 6000, 1 << 20], ids=["a chunk at a time", "some chunks", "all chunks"])
+def test_the_reference_merges_spans_and_groups(monkeypatch, dtype, score_bytes):
+    """Chunks of a page, whose scores fit the buffer in part, and rows that share it."""
+    monkeypatch.setattr(attention_reference, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(attention_reference, "SCORE_BYTES", score_bytes)
     for shape in (
-        Shape(lens=(150, 37), queries=(20, 1), sinks=True),
-        Shape(lens=(150, 37), queries=(20, 1), window=30, null_columns=((0, 8),), softcap=4.0),
+        Shape(lens=(150, 37, 37, 0, 64, 5), queries=(1, 1, 1, 1, 1, 1), dtype=dtype),
+        Shape(lens=(150, 37, 90), queries=(20, 1, 1), sinks=True, dtype=dtype),
+        Shape(
+            lens=(150, 37, 90), queries=(20, 1, 1), window=30, null_columns=((0, 8), (2, 0)), softcap=4.0, dtype=dtype
+        ),
+        Shape(lens=(90, 37), queries=(2, 2), window=(20, 0), alibi="row", scales="row", fp8="e4m3", dtype=dtype),
     ):
         problem = make_problem(shape)
         Expected(problem.call).check(*attend("reference", problem))
+
+
+class Largest(TorchDispatchMode):
+    """The most bytes of any tensor that an operation returns, views left out."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple) else (result,):
+            if isinstance(tensor, torch.Tensor) and not tensor._is_view():
+                known = any(isinstance(arg, torch.Tensor) and arg.data_ptr() == tensor.data_ptr() for arg in args)
+                self.nbytes = max(self.nbytes, 0 if known else tensor.nbytes)
+        return result
+
+
+@pytest.mark.parametrize("queries", [1, 600])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_of_the_reference_is_bounded(dtype, queries):
+    """Whatever the context, whose keys alone take more here than all that is allocated."""
+    shape = Shape(
+        lens=(queries, 1), queries=(queries, 1), heads=16, kv_heads=16, head_dim=64, head_dim_v=64, dtype=dtype
+    )
+    call = make_problem(shape).call
+    columns, length = 10_000 // 16, 10_000
+    table = call["block_table"][:1, :1].repeat(2, columns)
+    lens = torch.tensor([length, 1], dtype=torch.int32)
+    with Largest() as largest:
+        attention_reference.paged_attention(**call | {"block_table": table, "seq_lens": lens, "max_seq_len": length})
+    bound = 2 * attention_reference.SCORE_BYTES
+    assert 0 < largest.nbytes <= bound < length * 16 * 64 * dtype.itemsize
+
+
+def test_threads_share_no_memory_of_the_reference():
+    problems = [make_problem(Shape(lens=(150, 37 + n), queries=(1, 1), dtype=torch.bfloat16), seed=n) for n in range(4)]
+    alone = [attention_reference.paged_attention(**problem.call) for problem in problems]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda problem: attention_reference.paged_attention(**problem.call), problems * 8))
+    for number, (out, lse) in enumerate(together):
+        assert torch.equal(out, alone[number % 4][0]) and torch.equal(lse, alone[number % 4][1])
 
 
 @pytest.mark.parametrize("extra", [-1, 0, 1])
@@ -339,7 +415,7 @@ def test_pools_tables_and_queries_beyond_four_gigabytes(repository):
     subprocess.run([sys.executable, "-c", FAR], check=True, env=environment, cwd=repository, timeout=120)
 
 
-@pytest.mark.wide
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 9))
 def test_other_pairs(seed):
     for number, case in enumerate(pairwise(seed)):
@@ -350,7 +426,7 @@ def test_other_pairs(seed):
             expected.check(*attend(module, problem, num_splits=splits))
 
 
-@pytest.mark.wide
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [1, 2, 4, 8, 16, 32, 64, 128, 256, 24, 48, 17, 528])
 @pytest.mark.parametrize("dim", [16, 32, 64, 80, 96, 112, 128, 192, 256])
 def test_every_page_size_and_head_dim(page, dim):
