@@ -92,6 +92,7 @@ DECODE: dict[str, tuple[Shape, dict[str, Any], tuple[int | None, ...]]] = {
     "d 64, page 64": (Shape("bf16", 64, 64), {}, (72, 62, 62, 128)),
     "d 256, page 64": (Shape("bf16", 256, 64), {}, (126, 124, 124, 168)),
     "fp32": (replace(USUAL, dtype="fp32"), {}, (128, 128, 128, 168)),
+    "fp32, e4m3": (replace(USUAL, dtype="fp32"), bytes_of(fp8.E4M3), (255, 255, 255, 168)),
     "fp32, d 256": (Shape("fp32", 256, 16), {}, (168, 168, 168, 256)),
 }
 
@@ -110,12 +111,15 @@ PREFILL: dict[str, tuple[Shape, dict[str, Any], tuple[int | None, ...]]] = {
     "fp16, d 80, page 24": (Shape("fp16", 80, 24), {}, (255, 227, 255, 128)),
     "d 64, page 64": (Shape("bf16", 64, 64), {}, (255, 227, 224, 168)),
     "d 256, page 64": (Shape("bf16", 256, 64), {}, (255, 255, 255, 256)),
-    "fp32": (replace(USUAL, dtype="fp32"), {}, (128, 128, 128, 128)),
+    "fp32": (replace(USUAL, dtype="fp32"), {}, (255, 255, 255, 128)),
+    "fp32, e4m3": (replace(USUAL, dtype="fp32"), bytes_of(fp8.E4M3), (255, 255, 255, 168)),
     "fp32, d 256": (Shape("fp32", 256, 16), {}, (255, 255, 255, 256)),
 }
 # gfx942 keeps the masks of a tile's keys in scalar registers, two for each key. Tiles of 16 keys leave enough of them;
 # of these heads, such a tile would be read in half vectors.
 SCALAR_SPILLS = {"e4m3": 16, "d 64, page 64": 16}
+NARROW = ("fp32, e4m3",)
+"""Read in half vectors: wider tiles, or fewer warps, would spill."""
 
 
 def attention_arguments(shape: Shape, tiles: tuning.Tiles, changed: dict[str, Any]) -> dict[str, Any]:
@@ -133,6 +137,13 @@ def accesses(tiles: tuning.Tiles, sizes: tuning.Sizes, target: str) -> int:
     return tiles.keys * sizes.key_bytes // (16 * tiles.warps * LANES[target])
 
 
+def reads(name: str, tiles_read: int, tiles: tuning.Tiles, sizes: tuning.Sizes, target: str) -> Limits:
+    """Limits for so many tiles that the code reads, loops taken once: all in 128 bits, and asynchronously on NVIDIA."""
+    wide = 0 if name in NARROW else tiles_read * accesses(tiles, sizes, target)
+    limits = Limits(wide_loads=wide, narrowest_load=32, narrowest_store=32)
+    return limits if DEVICES[target] == tuning.AMD else replace(limits, copies=wide)
+
+
 def decode_entries() -> Iterator[Entry]:
     """Two tiles of keys and values in flight at least: two before the loop and one in it, all in 128 bits."""
     kernel = "avmp.kernels.paged_attention:decode_kernel"
@@ -144,10 +155,7 @@ def decode_entries() -> Iterator[Entry]:
         tiles = tuning.decode_tiles(shape.rows, sizes)
         arguments = attention_arguments(shape, tiles, changed) | {"LEAST_KEYS": tuning.LEAST_SPLIT_KEYS, "SPLITS": 8}
         arguments |= {"parts": "*fp32:16", "part_lse": "*fp32:16"}
-        wide = 3 * accesses(tiles, sizes, target)
-        limits = Limits(wide_loads=wide, narrowest_load=32, narrowest_store=32, registers=most)
-        if DEVICES[target] != tuning.AMD:
-            limits = replace(limits, copies=wide)
+        limits = replace(reads(name, 3, tiles, sizes, target), registers=most)
         if shape.dtype != "fp32":
             limits = replace(limits, matrix=8, unit=(UNITS if tiles.rows >= 64 else NARROW_UNITS)[target])
         yield Entry(f"decode, {name}", kernel, arguments, tiles.options, limits, (target,))
@@ -164,12 +172,9 @@ def prefill_entries() -> Iterator[Entry]:
         sizes = shape.sizes(changed, DEVICES[target])
         tiles = tuning.prefill_tiles(sizes)
         arguments = attention_arguments(shape, tiles, changed)
-        wide = 2 * 2 * accesses(tiles, sizes, target)
-        limits = Limits(wide_loads=wide, narrowest_load=32, narrowest_store=32, registers=most)
+        limits = replace(reads(name, 2 * 2, tiles, sizes, target), registers=most)
         if DEVICES[target] == tuning.AMD:
             limits = replace(limits, scalar_spills=SCALAR_SPILLS.get(name, 0))
-        else:
-            limits = replace(limits, copies=wide)
         if shape.dtype != "fp32":
             limits = replace(limits, matrix=16, unit=UNITS[target])
         yield Entry(f"prefill, {name}", kernel, arguments, tiles.options, limits, (target,))

@@ -9,10 +9,12 @@ import math
 import threading
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
 from avmp.kernels.attention_arguments import FP8_DTYPES
 
@@ -82,22 +84,26 @@ class Stage:
 
 class TokenRows:
     """One cache as the rows of a table, one per token and head, of which ``embedding_bag`` makes weighted sums: each
-    value is read where it lies, once per query row, widened in registers, and added in fp32. Weights and sums are
-    rounded to the dtype of the cache."""
+    value is read where it lies, once per query row, widened in registers, and added in fp32.
 
-    def __init__(self, cache: torch.Tensor, ids: np.ndarray) -> None:
+    Weights are rounded to the dtype of the cache, and so is the sum of each chunk: one rounding more than the result
+    has in any case.
+    """
+
+    def __init__(self, cache: torch.Tensor, ids: NDArray[Any]) -> None:
         """``ids`` are the physical pages of all rows of the batch."""
         _, page_tokens, heads, width = cache.shape
         page, token, head = (step // width for step in _steps(cache))
         rows = sum((size - 1) * step for size, step in zip(cache.shape, (page, token, head), strict=False)) + 1
         self.table = cache.as_strided((rows, width), (width, 1))
-        kind = np.int32 if rows < 2**31 else np.int64
+        kind: Any = np.int32 if rows < 2**31 else np.int64
         self.pages, self.tokens = ids * kind(page), np.arange(page_tokens, dtype=kind) * kind(token)
         self.heads = torch.arange(heads, dtype=torch.from_numpy(self.tokens).dtype).view(-1, 1, 1) * head
 
     @staticmethod
     def can_read(cache: torch.Tensor) -> bool:
-        """Whether pages, tokens and heads are whole rows apart, and torch sums rows of this dtype as described."""
+        """Whether pages, tokens and heads are whole rows apart, and the dtype gains by it and holds every sum: fp32
+        needs no widening and gains little, and a sum in fp16 may be infinite where the result is not."""
         known = cache.dtype == torch.bfloat16 and cache.device.type == "cpu" and cache.numel() > 0
         return known and not any(step % cache.shape[3] for step in _steps(cache))
 
@@ -125,12 +131,12 @@ class TokenRows:
             begin = end
         return sums, rounded.sum(4, dtype=torch.float32).sum(1)
 
-    def _places(self, rows: list[int], first: list[int], tokens: list[int], most: int) -> np.ndarray:
+    def _places(self, rows: list[int], first: list[int], tokens: list[int], most: int) -> NDArray[Any]:
         """Of the first head of each token, ``[blocks, most]``; behind the last token, whose weights are 0, of the first
         again: what else lies there may be NaN."""
         columns = np.add.outer(first, np.arange(most // len(self.tokens)))
         pages = self.pages[np.array(rows)[:, None], np.minimum(columns, self.pages.shape[1] - 1)]
-        places = np.add.outer(pages, self.tokens).reshape(len(rows), most)
+        places: NDArray[Any] = np.add.outer(pages, self.tokens).reshape(len(rows), most)
         for place, seen in zip(places, tokens, strict=True):
             if seen < most:
                 place[seen:] = place[0]

@@ -6,17 +6,20 @@ wait for their softmax, which is in powers of two; then the values are read and 
 query tokens share the softmax; what exceeds the buffer for scores is cut into spans, merged as in FlashAttention
 (https://arxiv.org/abs/2205.14135). Memory is constant in the length of the context.
 
-torch has a fused attention for CPUs. It is not used: it takes the exponential to 20 units in the last place and rounds
-the result of every chunk to the dtype of the cache, and what it does in between takes no less time.
+torch has a fused attention for CPUs. It is not used: it takes the exponential to 20 units in the last place, which
+shows in fp32 results and in every log-sum-exp; and on data that has just been gathered it takes longer than the two
+products and the softmax do on their own.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from avmp.kernels.attention_arguments import Problem, Window, check_attention, check_starts
 from avmp.kernels.attention_pages import MEMORY, Stage, TokenRows
@@ -31,8 +34,9 @@ MOST_CHUNK_TOKENS = 1024
 SCORE_BYTES = 4 << 20
 """Scores that wait for their softmax. With 32 heads, those of 32,768 tokens in decode; in prefill, those of 256 query
 tokens and a chunk of 128."""
-MOST_ROWS_TO_SUM_IN_PLACE = 6
-"""Query rows per KV head up to which reading each value once per row takes less time than gathering and widening it."""
+MOST_ROWS_TO_SUM_IN_PLACE = 8
+"""Query rows per KV head up to which reading each value once per row takes clearly less time than to gather and widen
+it. With 16 it is level."""
 
 
 def paged_attention(
@@ -124,7 +128,7 @@ def _physical_ids(
     page_tokens: int,
     page_table: torch.Tensor | None,
     first_valid_id: int,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[NDArray[Any], NDArray[Any]]:
     """int32 ``[rows, columns in use]``, 0 where there is no page; and bool of the same: pages in use that are null."""
     counts = -(-np.array(lens, dtype=np.int64) // page_tokens)
     columns = np.arange(counts.max(initial=0))
@@ -148,17 +152,18 @@ class _Attention:
         factor: float,
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
-        ids: np.ndarray,
-        null: np.ndarray,
+        ids: NDArray[Any],
+        null: NDArray[Any],
     ) -> None:
         p = self.problem = problem
         self.numbers, self.q, self.factor = numbers, q, factor
-        self.ids, self.null = (torch.from_numpy(table).to(q.device) for table in (ids, null))
-        self.null_rows = null.any(1).tolist()
+        self.ids: torch.Tensor = torch.from_numpy(ids).to(q.device)
+        self.null: torch.Tensor = torch.from_numpy(null).to(q.device)
+        self.null_rows: list[bool] = np.asarray(null.any(1)).tolist()
         token_bytes = q.element_size() * p.kv_heads * max(p.head_dim, p.head_dim_v)
         tokens = min(max(CHUNK_BYTES // token_bytes, 1), MOST_CHUNK_TOKENS)
-        self.chunk_pages = max(min(-(-tokens // p.page_tokens), ids.shape[1]), 1)
-        self.chunk_tokens = self.chunk_pages * p.page_tokens
+        self.chunk_pages: int = max(min(-(-tokens // p.page_tokens), ids.shape[1]), 1)
+        self.chunk_tokens: int = self.chunk_pages * p.page_tokens
         self.value_rows = TokenRows(value_cache, ids) if TokenRows.can_read(value_cache) else None
         token_scores = p.query_heads * self.chunk_tokens
         self.query_tokens = max(SCORE_BYTES // FP32_BYTES // token_scores, 1)
@@ -223,10 +228,10 @@ class _Attention:
             return
         shape = (len(blocks), max(counts), *q.shape[1:3], self.chunk_tokens)
         scores, keys = self.scores[: math.prod(shape)].view(shape), self.keys.tokens.transpose(1, 2)
-        for block, count, rows, space in zip(blocks, counts, q.unbind(0), scores.unbind(0), strict=True):
+        for block, count, queries, space in zip(blocks, counts, q.unbind(0), scores.unbind(0), strict=True):
             for (ids, null), part in zip(self._chunk_pages(block), space.unbind(0), strict=False):
                 self.keys.read(ids, null)
-                torch.bmm(rows, keys, out=part)
+                torch.bmm(queries, keys, out=part)
             if count:
                 adjust(space[:count], block, self.problem, self.numbers, self._null(block))
             if count < len(space):

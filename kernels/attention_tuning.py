@@ -96,19 +96,22 @@ class Sizes(NamedTuple):
 def decode_tiles(rows: int, sizes: Sizes) -> Tiles:
     """For so many packed query rows per KV head."""
     rows = min(max(rows, LEAST_ROWS), MOST_DECODE_ROWS)
-    # fp32 has no matrix instruction of its precision: wider tiles spill
-    keys = DECODE_KEYS if sizes.query_bytes <= 2 else 16
+    keys, warps = DECODE_KEYS, 4
     if sizes.device == INTERPRETED:
-        return Tiles(rows, INTERPRETED_KEYS, 4, DECODE_STAGES)
+        return Tiles(rows, INTERPRETED_KEYS, warps, DECODE_STAGES)
+    if sizes.query_bytes > 2:
+        # No matrix instruction has this precision but AMD's: larger tiles spill. fp8 is decoded before a thread
+        # multiplies it, which takes registers for all that it multiplies.
+        rows, keys, warps = LEAST_ROWS, 16, 8 if sizes.cache_bytes == 1 else 4
     if rows > 32 and sizes.device != LARGE:
         keys = 16  # the rows take the shared memory and the registers that more keys would
     if sizes.device == AMD:
         # Loads go through registers, two tiles ahead; where fp8 is decoded on the way, one stage earlier.
-        return Tiles(rows, 16 if sizes.wide else keys, 4, 3 if sizes.cache_bytes == 1 else 2)
+        return Tiles(rows, 16 if sizes.wide else keys, warps, 3 if sizes.cache_bytes == 1 else 2)
     most = DECODE_FLIGHT_BYTES[sizes.device]
     while keys > 16 and 2 * keys * sizes.key_bytes > most:
         keys //= 2
-    return Tiles(rows, keys, 4, DECODE_STAGES if 3 * keys * sizes.key_bytes <= most else DECODE_STAGES - 1)
+    return Tiles(rows, keys, warps, DECODE_STAGES if 3 * keys * sizes.key_bytes <= most else DECODE_STAGES - 1)
 
 
 def prefill_tiles(sizes: Sizes) -> Tiles:
@@ -117,9 +120,10 @@ def prefill_tiles(sizes: Sizes) -> Tiles:
     128 rows on 8 warps feed the warpgroup instructions of sm_90. Small devices take 64 rows on 4 warps, 16 per warp, so
     that no sum crosses warps, and two programs at a time. AMD keeps a mask of a tile's keys in scalar registers, which
     are few: tiles are as narrow as one 16-byte access per thread allows. fp32 has no matrix instruction of its
-    precision but on AMD; larger tiles spill."""
+    precision but on AMD; larger tiles spill, and with fp8 beside heads of more than 128 these do."""
     if sizes.query_bytes > 2:
-        return Tiles(32, 16, 8, 2, None if sizes.device == AMD else MOST_REGISTERS if sizes.wide else 128)
+        most = None if sizes.device == AMD else MOST_REGISTERS
+        return Tiles(LEAST_ROWS, 16, 8, 3) if sizes.cache_bytes == 1 else Tiles(32, 16, 8, 2, most)
     if sizes.device == AMD:
         keys = AMD_PREFILL_BYTES // (min(sizes.head_dim, sizes.head_dim_v) * sizes.cache_bytes)
         return Tiles(64, min(max(keys, LEAST_ROWS), 64), 4, 2)

@@ -10,6 +10,8 @@ from hypothesis import settings
 # Kernels run in Triton's interpreter, with or without a GPU. Triton reads this when kernels are defined, so it has to
 # be set before any test module is imported; what needs the compiler starts a process without it.
 os.environ["TRITON_INTERPRET"] = "1"
+# Read when torch is loaded: the tensors of tests are so small that threads would mostly wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A failure prints a blob that reproduces it anywhere. Under CI the examples are the same on every run, so that a
 # change is judged by what it changes; elsewhere they are new each time, which is how new faults are found.

@@ -356,8 +356,13 @@ def test_an_interrupted_forward_is_found_out_and_can_be_taken_back() -> None:
     with pytest.raises(KeyboardInterrupt):
         forward(model, cache, input_ids=batch(3, 2))
     hook.remove()
-    with pytest.raises(Inconsistent, match=r"did not come to attention layers \[1, 2\].*crop.*reset"):
+    message = r"did not come to attention layers \[1, 2\].*crop.*reset"
+    with pytest.raises(Inconsistent, match=message):
         forward(model, cache, input_ids=batch(3, 2))
+    with pytest.raises(Inconsistent, match=message):
+        forward(model, cache.fork(), input_ids=batch(3, 2))
+    with pytest.raises(Inconsistent, match=message):
+        cache.checkpoint()
     cache.crop(-2)
     require_same_next("llama", "sdpa", cache, own, 3)
 

@@ -56,6 +56,10 @@ class AvmpCache(Cache):
     Raises OutOfMemory with the numbers, before anything is computed: in ``generate`` for all tokens that the request
     may come to (unless ``check_ahead=False``), in ``forward`` for the tokens it brings. Everything in the arena is as
     it was then; rows that had no tokens yet are gone.
+
+    After a forward that was interrupted (an error, Ctrl-C), ``reset()`` the cache or ``crop`` it to an earlier
+    checkpoint before it goes on. One that stopped between attention layers is found out; one that stopped among the
+    state layers before the first or behind the last of them is not, as in any cache of transformers.
     """
 
     is_compileable = False
@@ -202,6 +206,7 @@ class AvmpCache(Cache):
         rows = self._require_tokens("checkpoint")
         if not rows.count:
             raise InvalidArgument("checkpoint of an empty cache: there is nothing to come back to")
+        rows.require_whole()
         rows.require(rows.count)
         mark = Checkpoint(rows.length, self._arena.run(rows, "snapshot", rows.sequences))
         self._checkpoints.append(mark)
@@ -297,6 +302,7 @@ class AvmpCache(Cache):
             cache._rows.become(np.array(self._forks(list(range(rows.count))), dtype=np.int64))
             cache._rows.padding = rows.padding
             cache._rows.set_length(rows.length)
+            cache._rows.seen.update(rows.seen)  # a forward that was interrupted is so in the fork as well
             cache._rows.stateful.update(rows.stateful)
         return cache
 

@@ -132,6 +132,15 @@ class Rows:
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
+    def require_whole(self) -> None:
+        """Raises Inconsistent where the last forward brought its tokens to some of the attention layers only."""
+        behind = [layer for layer, seen in self.seen.items() if seen != self.length]
+        if behind:
+            raise Inconsistent(
+                f"the last forward did not come to attention layers {behind}: crop the cache to what it held before, "
+                "or reset() it"
+            )
+
     def begin(self, layer: int, count: int, tokens: int, mask: torch.Tensor | None = None, paged: bool = False) -> None:
         """An attention layer brings ``tokens`` more of each row; the first one to do so makes room for them.
 
@@ -146,12 +155,7 @@ class Rows:
                     f"{self.length} in all: reset() this cache"
                 )
             return
-        behind = [other for other, seen in self.seen.items() if seen != self.length]
-        if behind:
-            raise Inconsistent(
-                f"the last forward did not come to attention layers {behind}: crop the cache to what it held before, "
-                "or reset() it"
-            )
+        self.require_whole()
         if self.padding is not None and not paged:
             raise Unsupported(
                 "attn_implementation='avmp' has left the padding out of this cache, which other attention cannot read; "
