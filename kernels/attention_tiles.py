@@ -44,7 +44,7 @@ def chunk_ids(
         ids = ()
         for chunk in tl.static_range(N // CHUNK):
             begin = first_token + chunk * CHUNK
-            ids = ids + (_physical_ids(table, page_table, begin, end, first_valid_id, PAGE),)  # noqa: RUF005  # type: ignore[assignment]
+            ids = ids + (_physical_ids(table, page_table, begin, end, first_valid_id, PAGE),)  # type: ignore[assignment]  # noqa: RUF005
     else:
         begins = first_token + tl.arange(0, N // CHUNK) * CHUNK
         ids = _physical_ids(table, page_table, begins, end, first_valid_id, PAGE)
