@@ -27,8 +27,8 @@ from avmp.kernels.attention_scores import LN2, LOG2E, Block, Numbers, Softmax, a
 
 FP32_BYTES = 4
 CHUNK_BYTES = 1 << 19
-"""Keys (or values) of one chunk, in q's dtype: half of a second-level cache. What is widened takes another half or all
-of it; with less, the calls cost more than the misses do."""
+"""Keys (or values) of one chunk and thread, in q's dtype: half of a second-level cache. What is widened takes another
+half or all of it; with less, the calls cost more than the misses do."""
 MOST_CHUNK_TOKENS = 1024
 """Where a token takes few bytes: what is computed and then masked, or gathered beyond a window, grows with a chunk."""
 SCORE_BYTES = 4 << 20
@@ -161,7 +161,7 @@ class _Attention:
         self.null: torch.Tensor = torch.from_numpy(null).to(q.device)
         self.null_rows: list[bool] = np.asarray(null.any(1)).tolist()
         token_bytes = q.element_size() * p.kv_heads * max(p.head_dim, p.head_dim_v)
-        tokens = min(max(CHUNK_BYTES // token_bytes, 1), MOST_CHUNK_TOKENS)
+        tokens = min(max(CHUNK_BYTES * torch.get_num_threads() // token_bytes, 1), MOST_CHUNK_TOKENS)
         self.chunk_pages: int = max(min(-(-tokens // p.page_tokens), ids.shape[1]), 1)
         self.chunk_tokens: int = self.chunk_pages * p.page_tokens
         self.value_rows = TokenRows(value_cache, ids) if TokenRows.can_read(value_cache) else None
