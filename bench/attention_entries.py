@@ -77,7 +77,8 @@ USUAL = Shape("bf16", 128, 16)
 # - d 80 on sm_86: vLLM takes 92 for d 96, with one id per tile; pages of 24 tokens have four.
 # - page 1, an id for each token: 96 leave room for five programs, shared memory for four.
 # - e4m3 on sm_86, for which vLLM's does not compile: 128 leave room for four programs, shared memory for two.
-# - 64 rows: shared memory leaves room for two programs, 168 for three.
+# - 64 rows: shared memory leaves room for two programs, 168 for three. Of wider heads 32 rows are taken at once.
+# - d 192 with features: two programs of 64 KiB in flight.
 DECODE: dict[str, tuple[Shape, dict[str, Any], tuple[int | None, ...]]] = {
     "virtual ids": (USUAL, {}, (90, 80, 80, 128)),
     "physical ids": (USUAL, PHYSICAL, (90, 80, 80, 128)),
@@ -91,6 +92,9 @@ DECODE: dict[str, tuple[Shape, dict[str, Any], tuple[int | None, ...]]] = {
     "page 1": (replace(USUAL, page=1), {}, (96, 96, 96, 144)),
     "d 64, page 64": (Shape("bf16", 64, 64), {}, (72, 62, 62, 128)),
     "d 256, page 64": (Shape("bf16", 256, 64), {}, (126, 124, 124, 168)),
+    "d 192, every feature": (Shape("bf16", 192, 16), FEATURES, (128, 255, 255, 168)),
+    "d 192, 64 rows": (Shape("bf16", 192, 16, 64), {}, (255, 255, 255, 256)),
+    "d 32": (Shape("bf16", 32, 16), {}, (128, 128, 128, 128)),
     "fp32": (replace(USUAL, dtype="fp32"), {}, (128, 128, 128, 168)),
     "fp32, e4m3": (replace(USUAL, dtype="fp32"), bytes_of(fp8.E4M3), (255, 255, 255, 168)),
     "fp32, d 256": (Shape("fp32", 256, 16), {}, (168, 168, 168, 256)),
@@ -111,13 +115,15 @@ PREFILL: dict[str, tuple[Shape, dict[str, Any], tuple[int | None, ...]]] = {
     "fp16, d 80, page 24": (Shape("fp16", 80, 24), {}, (255, 227, 255, 128)),
     "d 64, page 64": (Shape("bf16", 64, 64), {}, (255, 227, 224, 168)),
     "d 256, page 64": (Shape("bf16", 256, 64), {}, (255, 255, 255, 256)),
+    "d 192, every feature": (Shape("bf16", 192, 16), FEATURES, (255, 255, 255, 256)),
+    "d 256, e4m3": (Shape("bf16", 256, 16), bytes_of(fp8.E4M3), (255, 255, 255, 256)),
     "fp32": (replace(USUAL, dtype="fp32"), {}, (255, 255, 255, 128)),
     "fp32, e4m3": (replace(USUAL, dtype="fp32"), bytes_of(fp8.E4M3), (255, 255, 255, 168)),
     "fp32, d 256": (Shape("fp32", 256, 16), {}, (255, 255, 255, 256)),
 }
-# gfx942 keeps the masks of a tile's keys in scalar registers, two for each key. Tiles of 16 keys leave enough of them;
-# of these heads, such a tile would be read in half vectors.
-SCALAR_SPILLS = {"e4m3": 16, "d 64, page 64": 16}
+# gfx942 keeps the masks of a tile's keys in scalar registers, two for each key. Few keys leave enough of them; of these
+# heads, so few would be read in half vectors.
+SCALAR_SPILLS = {"prefill": {"e4m3": 16, "d 64, page 64": 16}, "decode": {"d 32": 24}}
 NARROW = ("fp32, e4m3",)
 """Read in half vectors: wider tiles, or fewer warps, would spill."""
 
@@ -140,7 +146,7 @@ def accesses(tiles: tuning.Tiles, sizes: tuning.Sizes, target: str) -> int:
 def reads(name: str, tiles_read: int, tiles: tuning.Tiles, sizes: tuning.Sizes, target: str) -> Limits:
     """Limits for so many tiles that the code reads, loops taken once: all in 128 bits, and asynchronously on NVIDIA."""
     wide = 0 if name in NARROW else tiles_read * accesses(tiles, sizes, target)
-    limits = Limits(wide_loads=wide, narrowest_load=32, narrowest_store=32)
+    limits = Limits(wide_loads=wide, narrowest_load=32, narrowest_store=16)
     return limits if DEVICES[target] == tuning.AMD else replace(limits, copies=wide)
 
 
@@ -156,8 +162,10 @@ def decode_entries() -> Iterator[Entry]:
         arguments = attention_arguments(shape, tiles, changed) | {"LEAST_KEYS": tuning.LEAST_SPLIT_KEYS, "SPLITS": 8}
         arguments |= {"parts": "*fp32:16", "part_lse": "*fp32:16"}
         limits = replace(reads(name, 3, tiles, sizes, target), registers=most)
+        if DEVICES[target] == tuning.AMD:
+            limits = replace(limits, scalar_spills=SCALAR_SPILLS["decode"].get(name, 0))
         if shape.dtype != "fp32":
-            limits = replace(limits, matrix=8, unit=(UNITS if tiles.rows >= 64 else NARROW_UNITS)[target])
+            limits = replace(limits, matrix=4, unit=(UNITS if tiles.rows >= 64 else NARROW_UNITS)[target])
         yield Entry(f"decode, {name}", kernel, arguments, tiles.options, limits, (target,))
 
 
@@ -174,7 +182,7 @@ def prefill_entries() -> Iterator[Entry]:
         arguments = attention_arguments(shape, tiles, changed)
         limits = replace(reads(name, 2 * 2, tiles, sizes, target), registers=most)
         if DEVICES[target] == tuning.AMD:
-            limits = replace(limits, scalar_spills=SCALAR_SPILLS.get(name, 0))
+            limits = replace(limits, scalar_spills=SCALAR_SPILLS["prefill"].get(name, 0))
         if shape.dtype != "fp32":
             limits = replace(limits, matrix=16, unit=UNITS[target])
         yield Entry(f"prefill, {name}", kernel, arguments, tiles.options, limits, (target,))

@@ -47,8 +47,6 @@ Where it has 100 KiB (sm_86, sm_89) two of 32 KiB fit, against 8 KiB needed."""
 
 MOST_REGISTERS = 255
 """Of a thread, on NVIDIA: eight warps of it fill a multiprocessor."""
-AMD_PREFILL_BYTES = 4 * 64 * 16
-"""Of the keys of a tile, or its values: one access of each thread."""
 
 PROGRAMS_PER_MULTIPROCESSOR = 4
 """Splitting the context goes on until there are so many: they fit at once."""
@@ -88,14 +86,24 @@ class Sizes(NamedTuple):
         return (self.head_dim + self.head_dim_v) * self.cache_bytes
 
     @property
+    def amd_keys(self) -> int:
+        """Of which four warps of 64 read the keys, or the values, with one access of 16 bytes for each thread."""
+        return 4 * 64 * 16 // (min(self.head_dim, self.head_dim_v) * self.cache_bytes)
+
+    @property
     def wide(self) -> bool:
         """Heads of which an accumulator takes half of all registers, or more."""
         return max(self.head_dim, self.head_dim_v) > 128
 
+    @property
+    def narrow(self) -> bool:
+        """Heads of which shared memory holds more programs than registers do."""
+        return max(self.head_dim, self.head_dim_v) <= 32
+
 
 def decode_tiles(rows: int, sizes: Sizes) -> Tiles:
     """For so many packed query rows per KV head."""
-    rows = min(max(rows, LEAST_ROWS), MOST_DECODE_ROWS)
+    rows = min(max(rows, LEAST_ROWS), MOST_DECODE_ROWS // 2 if sizes.wide else MOST_DECODE_ROWS)
     keys, warps = DECODE_KEYS, 4
     if sizes.device == INTERPRETED:
         return Tiles(rows, INTERPRETED_KEYS, warps, DECODE_STAGES)
@@ -103,15 +111,20 @@ def decode_tiles(rows: int, sizes: Sizes) -> Tiles:
         # No matrix instruction has this precision but AMD's: larger tiles spill. fp8 is decoded before a thread
         # multiplies it, which takes registers for all that it multiplies.
         rows, keys, warps = LEAST_ROWS, 16, 8 if sizes.cache_bytes == 1 else 4
-    if rows > 32 and sizes.device != LARGE:
+    if rows * max(sizes.head_dim_v, 128) > (MOST_DECODE_ROWS if sizes.device == LARGE else 32) * 128:
         keys = 16  # the rows take the shared memory and the registers that more keys would
     if sizes.device == AMD:
         # Loads go through registers, two tiles ahead; where fp8 is decoded on the way, one stage earlier.
-        return Tiles(rows, 16 if sizes.wide else keys, warps, 3 if sizes.cache_bytes == 1 else 2)
+        if sizes.wide:
+            keys = 16
+        elif keys == DECODE_KEYS:
+            keys = min(max(keys, sizes.amd_keys), 64)
+        return Tiles(rows, keys, warps, 3 if sizes.cache_bytes == 1 else 2)
     most = DECODE_FLIGHT_BYTES[sizes.device]
     while keys > 16 and 2 * keys * sizes.key_bytes > most:
         keys //= 2
-    return Tiles(rows, keys, warps, DECODE_STAGES if 3 * keys * sizes.key_bytes <= most else DECODE_STAGES - 1)
+    stages = DECODE_STAGES if 3 * keys * sizes.key_bytes <= most else DECODE_STAGES - 1
+    return Tiles(rows, keys, warps, stages, 128 if sizes.narrow else None)
 
 
 def prefill_tiles(sizes: Sizes) -> Tiles:
@@ -122,14 +135,16 @@ def prefill_tiles(sizes: Sizes) -> Tiles:
     are few: tiles are as narrow as one 16-byte access per thread allows. fp32 has no matrix instruction of its
     precision but on AMD; larger tiles spill, and with fp8 beside heads of more than 128 these do."""
     if sizes.query_bytes > 2:
-        most = None if sizes.device == AMD else MOST_REGISTERS
-        return Tiles(LEAST_ROWS, 16, 8, 3) if sizes.cache_bytes == 1 else Tiles(32, 16, 8, 2, most)
+        if sizes.cache_bytes == 1:
+            return Tiles(LEAST_ROWS, 16, 8, 3)
+        if sizes.device == AMD:
+            return Tiles(32, 16, 8, 2)
+        return Tiles(LEAST_ROWS, 16, 8, 2, 128) if sizes.wide else Tiles(32, 16, 8, 2, MOST_REGISTERS)
     if sizes.device == AMD:
-        keys = AMD_PREFILL_BYTES // (min(sizes.head_dim, sizes.head_dim_v) * sizes.cache_bytes)
-        return Tiles(64, min(max(keys, LEAST_ROWS), 64), 4, 2)
+        return Tiles(64, min(max(sizes.amd_keys, LEAST_ROWS), 64), 4, 2)
     if sizes.device == SMALL:
         return Tiles(64, 32, 8 if sizes.wide else 4, 2, MOST_REGISTERS)
-    return Tiles(128, 32 if sizes.wide else 64, 8, 3, MOST_REGISTERS)
+    return Tiles(128, 16 if sizes.wide else 64, 8, 3, MOST_REGISTERS)
 
 
 def kv_warps(device: str) -> int:

@@ -10,16 +10,23 @@ import pytest
 
 import avmp
 
-BLOCK = """
+
+
+def blocking(*names: str) -> str:
+    """The beginning of a program for which these packages are not to be had."""
+    return f"""
 import sys
 
 class Blocked:
     def find_spec(name, path=None, target=None):
-        if name.partition(".")[0] in ("torch", "triton"):
-            raise ImportError(f"{name} is blocked")
+        if name.partition(".")[0] in {names}:
+            raise ImportError(f"{{name}} is blocked")
 
 sys.meta_path.insert(0, Blocked)
 """
+
+
+BLOCK = blocking("torch", "triton")
 
 DEVICE_SIDE = {"backends", "ops", "cache_pool", "compat", "integrations", "demo", "kernels"} | {
     "bounds",
@@ -86,6 +93,23 @@ assert avmp.__version__ in format_report(collect())
 print(layout.describe())
 """
     assert "lane" in run(BLOCK + program)
+
+
+def test_every_operation_works_on_the_torch_backend_with_triton_blocked(run, repository):
+    adapters = sorted(path.stem for path in (repository / "avmp" / "compat").glob("[!_]*.py"))
+    program = "import avmp, avmp.demo.command\nfrom avmp.backends import MODULES, load\n"
+    program += "".join(f"import avmp.compat.{name}\n" for name in adapters)
+    program += "for operation in MODULES:\n    load(operation, 'torch')\n"
+    program += """
+import torch
+
+pool = avmp.CachePool(avmp.named_model("jamba-v0.1"), "256MiB", device="cpu", max_rows=4, max_tokens_per_sequence=512)
+batch = pool.batch(pool.admit([40, 7]))
+q, k, v = (torch.randn(47, heads, 128, dtype=torch.bfloat16) for heads in (32, 8, 8))
+avmp.write_kv(k, v, *pool.kv(layer=4), batch)
+print(avmp.paged_attention(q, *pool.kv(layer=4), batch, scale=128**-0.5).isfinite().all().item())
+"""
+    assert run(blocking("triton") + program).strip() == "True"
 
 
 @pytest.mark.parametrize("name", avmp.__all__)
