@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from avmp.kernels import attention_tuning as tuning
-from avmp.kernels import fp8
+from avmp.kernels import fp8_formats
 from avmp.kernels.attention_launch import chunk_tokens
 from bench.offline import TARGETS
 from bench.static_entries import Entry, Limits
@@ -84,9 +84,9 @@ DECODE: dict[str, tuple[Shape, dict[str, Any], tuple[int | None, ...]]] = {
     "physical ids": (USUAL, PHYSICAL, (90, 80, 80, 128)),
     "every feature": (USUAL, FEATURES, (96, 94, 94, 144)),
     "odd strides": (USUAL, ODD, (90, 80, 80, 128)),
-    "e4m3": (USUAL, bytes_of(fp8.E4M3), (128, 112, 108, 168)),
-    "e4m3 by hardware": (USUAL, bytes_of(fp8.NATIVE_E4M3), (None, 112, 108, None)),
-    "e5m2": (USUAL, bytes_of(fp8.E5M2), (128, 112, 108, 168)),
+    "e4m3": (USUAL, bytes_of(fp8_formats.E4M3), (128, 112, 108, 168)),
+    "e4m3 by hardware": (USUAL, bytes_of(fp8_formats.NATIVE_E4M3), (None, 112, 108, None)),
+    "e5m2": (USUAL, bytes_of(fp8_formats.E5M2), (128, 112, 108, 168)),
     "64 rows": (replace(USUAL, rows=64), {}, (168, 168, 168, 128)),
     "fp16, d 80, page 24": (Shape("fp16", 80, 24), {}, (96, 72, 72, 128)),
     "page 1": (replace(USUAL, page=1), {}, (96, 96, 96, 144)),
@@ -96,7 +96,7 @@ DECODE: dict[str, tuple[Shape, dict[str, Any], tuple[int | None, ...]]] = {
     "d 192, 64 rows": (Shape("bf16", 192, 16, 64), {}, (255, 255, 255, 256)),
     "d 32": (Shape("bf16", 32, 16), {}, (128, 128, 128, 128)),
     "fp32": (replace(USUAL, dtype="fp32"), {}, (128, 128, 128, 168)),
-    "fp32, e4m3": (replace(USUAL, dtype="fp32"), bytes_of(fp8.E4M3), (255, 255, 255, 168)),
+    "fp32, e4m3": (replace(USUAL, dtype="fp32"), bytes_of(fp8_formats.E4M3), (255, 255, 255, 168)),
     "fp32, d 256": (Shape("fp32", 256, 16), {}, (168, 168, 168, 256)),
 }
 
@@ -110,15 +110,15 @@ PREFILL: dict[str, tuple[Shape, dict[str, Any], tuple[int | None, ...]]] = {
     "physical ids": (USUAL, PHYSICAL, (255, 227, 224, 128)),
     "every feature": (USUAL, FEATURES, (255, 255, 255, 128)),
     "odd strides": (USUAL, ODD, (255, 227, 224, 128)),
-    "e4m3": (USUAL, bytes_of(fp8.E4M3), (255, 227, 224, 256)),
-    "e4m3 by hardware": (USUAL, bytes_of(fp8.NATIVE_E4M3), (None, 227, 224, None)),
+    "e4m3": (USUAL, bytes_of(fp8_formats.E4M3), (255, 227, 224, 256)),
+    "e4m3 by hardware": (USUAL, bytes_of(fp8_formats.NATIVE_E4M3), (None, 227, 224, None)),
     "fp16, d 80, page 24": (Shape("fp16", 80, 24), {}, (255, 227, 255, 128)),
     "d 64, page 64": (Shape("bf16", 64, 64), {}, (255, 227, 224, 168)),
     "d 256, page 64": (Shape("bf16", 256, 64), {}, (255, 255, 255, 256)),
     "d 192, every feature": (Shape("bf16", 192, 16), FEATURES, (255, 255, 255, 256)),
-    "d 256, e4m3": (Shape("bf16", 256, 16), bytes_of(fp8.E4M3), (255, 255, 255, 256)),
+    "d 256, e4m3": (Shape("bf16", 256, 16), bytes_of(fp8_formats.E4M3), (255, 255, 255, 256)),
     "fp32": (replace(USUAL, dtype="fp32"), {}, (255, 255, 255, 128)),
-    "fp32, e4m3": (replace(USUAL, dtype="fp32"), bytes_of(fp8.E4M3), (255, 255, 255, 168)),
+    "fp32, e4m3": (replace(USUAL, dtype="fp32"), bytes_of(fp8_formats.E4M3), (255, 255, 255, 168)),
     "fp32, d 256": (Shape("fp32", 256, 16), {}, (255, 255, 255, 256)),
 }
 # gfx942 keeps the masks of a tile's keys in scalar registers, two for each key. Few keys leave enough of them; of these
@@ -135,7 +135,8 @@ def attention_arguments(shape: Shape, tiles: tuning.Tiles, changed: dict[str, An
     arguments |= {"HEADS": HEADS, "GROUP": GROUP, "PAGE": shape.page, "CHUNK": chunk_tokens(shape.page, tiles.keys)}
     arguments |= {"DIM": shape.dim, "DIM_V": shape.dim, "BLOCK_DIM": shape.block, "BLOCK_DIM_V": shape.block}
     arguments |= {"M": tiles.rows, "N": tiles.keys, "LEFT": False, "RIGHT": True, "CAP": False}
-    return arguments | {"FORMAT_K": fp8.PLAIN, "FORMAT_V": fp8.PLAIN, "HINT_K": 16, "HINT_V": 16} | changed
+    arguments |= {"FORMAT_K": fp8_formats.PLAIN, "FORMAT_V": fp8_formats.PLAIN, "HINT_K": 16, "HINT_V": 16}
+    return arguments | changed
 
 
 def accesses(tiles: tuning.Tiles, sizes: tuning.Sizes, target: str) -> int:
@@ -215,10 +216,10 @@ def attention_entries() -> Iterator[Entry]:
 
 
 KV_CACHES = {
-    "bf16": ("bf16", fp8.PLAIN, "i32:16", 16),
-    "bf16, odd strides": ("bf16", fp8.PLAIN, "i32", 8),
-    "e4m3": ("u8", fp8.E4M3, "i32:16", 16),
-    "e5m2": ("u8", fp8.E5M2, "i32:16", 16),
+    "bf16": ("bf16", fp8_formats.PLAIN, "i32:16", 16),
+    "bf16, odd strides": ("bf16", fp8_formats.PLAIN, "i32", 8),
+    "e4m3": ("u8", fp8_formats.E4M3, "i32:16", 16),
+    "e5m2": ("u8", fp8_formats.E5M2, "i32:16", 16),
 }
 
 

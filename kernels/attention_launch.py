@@ -10,7 +10,7 @@ import triton
 from avmp.kernels import attention_tuning as tuning
 from avmp.kernels.attention_arguments import Problem
 from avmp.kernels.attention_tiles import LOG2E
-from avmp.kernels.fp8 import as_bits, decoding
+from avmp.kernels.fp8_formats import as_bits, decoding
 
 LEAST_BLOCK_DIM = 16
 """The least that a matrix instruction takes along head_dim."""

@@ -16,7 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from avmp.kernels.fp8 import PLAIN, decode
+from avmp.kernels.fp8 import decode
+from avmp.kernels.fp8_formats import PLAIN
 
 FEW_CHUNKS = tl.constexpr(4)
 """So many ids at most are carried as scalars: each costs registers, and a select for every token."""

@@ -15,7 +15,8 @@ from avmp.errors import InvalidArgument
 from avmp.kernels import attention_tuning as tuning
 from avmp.kernels.attention_launch import device_class, stride_hint
 from avmp.kernels.attention_tiles import row_offset
-from avmp.kernels.fp8 import FORMATS, PLAIN, as_bits, decode, encode
+from avmp.kernels.fp8 import decode, encode
+from avmp.kernels.fp8_formats import FORMATS, PLAIN, as_bits
 from avmp.kernels.kv_reference import check_gather, check_write
 from avmp.kernels.launch import GRID_X_LIMIT, INTERPRETED, cdiv, device_guard, require_runnable
 

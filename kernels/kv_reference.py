@@ -9,7 +9,7 @@ import torch
 
 from avmp.errors import InvalidArgument, Unsupported
 from avmp.kernels.attention_arguments import QUERY_DTYPES, check_starts, require_one_device, require_unit_stride
-from avmp.kernels.fp8 import FORMATS, LARGEST, as_bits
+from avmp.kernels.fp8_formats import FORMATS, LARGEST, as_bits
 
 Parts = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
 

@@ -11,7 +11,15 @@ import triton
 import triton.language as tl
 
 from avmp.errors import InvalidArgument
-from avmp.kernels import attention_launch, attention_reference, attention_tiles, fp8, kv, kv_reference, paged_attention
+from avmp.kernels import (
+    attention_launch,
+    attention_reference,
+    attention_tiles,
+    fp8_formats,
+    kv,
+    kv_reference,
+    paged_attention,
+)
 from avmp.kernels import attention_tuning as tuning
 from avmp.kernels.launch import GRID_X_LIMIT, GRID_YZ_LIMIT
 from tests.attention_problems import Shape, make_problem
@@ -392,25 +400,25 @@ def test_launches_compile_once_for_each_tile_and_number_of_splits_and_for_no_cou
 @pytest.mark.parametrize(
     ("dtype", "hip", "capability", "expected"),
     [
-        (torch.float8_e4m3fn, None, (9, 0), fp8.NATIVE_E4M3),
-        (torch.float8_e4m3fn, None, (8, 9), fp8.NATIVE_E4M3),
-        (torch.float8_e4m3fn, None, (8, 6), fp8.E4M3),
-        (torch.float8_e4m3fn, "6.4", (9, 4), fp8.E4M3),
-        (torch.float8_e5m2, None, (9, 0), fp8.E5M2),
-        (torch.bfloat16, None, (9, 0), fp8.PLAIN),
+        (torch.float8_e4m3fn, None, (9, 0), fp8_formats.NATIVE_E4M3),
+        (torch.float8_e4m3fn, None, (8, 9), fp8_formats.NATIVE_E4M3),
+        (torch.float8_e4m3fn, None, (8, 6), fp8_formats.E4M3),
+        (torch.float8_e4m3fn, "6.4", (9, 4), fp8_formats.E4M3),
+        (torch.float8_e5m2, None, (9, 0), fp8_formats.E5M2),
+        (torch.bfloat16, None, (9, 0), fp8_formats.PLAIN),
     ],
 )
 def test_who_decodes(monkeypatch: pytest.MonkeyPatch, dtype: Any, hip: Any, capability: Any, expected: int) -> None:
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     cache: Any = SimpleNamespace(dtype=dtype, is_cuda=True, device=None)
-    assert fp8.decoding(cache) == expected
+    assert fp8_formats.decoding(cache) == expected
 
 
 def test_the_hardware_s_decoding_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = Shape(lens=(70, 9), queries=(1, 12), dtype=torch.bfloat16, fp8="e4m3", scales="head")
     call = make_problem(shape).call
     expected = paged_attention.paged_attention(**call)
-    monkeypatch.setattr(attention_launch, "decoding", lambda cache: fp8.NATIVE_E4M3)
+    monkeypatch.setattr(attention_launch, "decoding", lambda cache: fp8_formats.NATIVE_E4M3)
     for mine, theirs in zip(paged_attention.paged_attention(**call), expected, strict=True):
         assert torch.equal(mine, theirs)

@@ -11,7 +11,6 @@ import pytest
 import avmp
 
 
-
 def blocking(*names: str) -> str:
     """The beginning of a program for which these packages are not to be had."""
     return f"""

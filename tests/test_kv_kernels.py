@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from avmp.errors import InvalidArgument, Unsupported
-from avmp.kernels import fp8, kv, kv_reference
+from avmp.kernels import fp8, fp8_formats, kv, kv_reference
 from tests.attention_problems import FP8, arena_pages
 
 pytestmark = pytest.mark.usefixtures("interpreter", "one_thread")
@@ -185,7 +185,7 @@ def decode_kernel(source, target, COUNT: tl.constexpr, FORMAT: tl.constexpr):
 
 @pytest.mark.parametrize(
     ("dtype", "form"),
-    [*fp8.FORMATS.items(), (torch.float8_e4m3fn, fp8.NATIVE_E4M3)],
+    [*fp8_formats.FORMATS.items(), (torch.float8_e4m3fn, fp8_formats.NATIVE_E4M3)],
     ids=["e4m3", "e5m2", "e4m3 by hardware"],
 )
 def test_fp8_is_decoded_exactly(dtype, form):
@@ -198,7 +198,7 @@ def test_fp8_is_decoded_exactly(dtype, form):
     assert torch.equal(decoded.signbit()[~right.isnan()], right.signbit()[~right.isnan()])
 
 
-@pytest.mark.parametrize("dtype", list(fp8.FORMATS), ids=str)
+@pytest.mark.parametrize("dtype", list(fp8_formats.FORMATS), ids=str)
 def test_fp8_is_encoded_as_torch_does(dtype):
     right = torch.arange(256, dtype=torch.uint8).view(dtype).float()
     finite = right[right.isfinite()].unique()
@@ -209,8 +209,8 @@ def test_fp8_is_encoded_as_torch_does(dtype):
     values = torch.cat([values, some, edges])
     values = torch.nn.functional.pad(values, (0, 2**15 - len(values)))
     encoded = torch.empty(len(values), dtype=torch.uint8)
-    encode_kernel[(1,)](values, encoded, len(values), fp8.FORMATS[dtype])
-    limit = fp8.LARGEST[dtype]
+    encode_kernel[(1,)](values, encoded, len(values), fp8_formats.FORMATS[dtype])
+    limit = fp8_formats.LARGEST[dtype]
     expected = values.clamp(-limit, limit).to(dtype)
     same = encoded == expected.view(torch.uint8)
     assert (same | (values.isnan() & encoded.view(dtype).float().isnan())).all()
