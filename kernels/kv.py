@@ -127,11 +127,24 @@ def _read_part(
 
 
 @triton.jit
-def _zero_part(out, first, total, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAIRS: tl.constexpr):
+def _zero_part(out, first, end, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAIRS: tl.constexpr):
     pairs, dims = first + tl.arange(0, PAIRS), tl.arange(0, BLOCK_DIM)
     zeros = tl.zeros([PAIRS, BLOCK_DIM], out.dtype.element_ty)
-    mask = (pairs < total.to(tl.int64) * HEADS)[:, None] & (dims < DIM)[None, :]
-    tl.store(out + pairs[:, None] * DIM + dims[None, :], zeros, mask=mask)
+    tl.store(out + pairs[:, None] * DIM + dims[None, :], zeros, mask=(pairs < end)[:, None] & (dims < DIM)[None, :])
+
+
+@triton.jit
+def _zero_tokens(
+    key_out, value_out, first_pair, end_token, step,
+    HEADS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, BLOCK_DIM_V: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Zeroes every ``step``-th tile of PAIRS (token, head) pairs from ``first_pair`` on, up to a token."""
+    end = end_token.to(tl.int64) * HEADS
+    for first in range(first_pair, end, step):
+        _zero_part(key_out, first, end, DIM, BLOCK_DIM, PAIRS)
+        if value_out is not None:
+            _zero_part(value_out, first, end, DIM_V, BLOCK_DIM_V, PAIRS)
 
 
 @triton.jit(
@@ -146,13 +159,18 @@ def gather_kv_kernel(
     BLOCK_DIM: tl.constexpr, BLOCK_DIM_V: tl.constexpr, PAIRS: tl.constexpr,
     FORMAT_K: tl.constexpr, FORMAT_V: tl.constexpr, HINT_K: tl.constexpr, HINT_V: tl.constexpr,
 ):  # fmt: skip
-    """Grid: rows times tiles of PAIRS (token, head) pairs; all together zero what lies behind ragged rows."""
+    """Grid: rows times tiles of PAIRS (token, head) pairs; all together zero what no ragged row fills."""
     if cu_seq_lens is not None:
-        behind = tl.maximum(tl.load(cu_seq_lens + rows), 0).to(tl.int64) * HEADS + tl.program_id(0).to(tl.int64) * PAIRS
-        for first in range(behind, total.to(tl.int64) * HEADS, tl.num_programs(0) * PAIRS):
-            _zero_part(key_out, first, total, HEADS, DIM, BLOCK_DIM, PAIRS)
-            if value_out is not None:
-                _zero_part(value_out, first, total, HEADS, DIM_V, BLOCK_DIM_V, PAIRS)
+        part, parts = tl.program_id(0).to(tl.int64) * PAIRS, tl.num_programs(0).to(tl.int64) * PAIRS
+        front, behind = tl.load(cu_seq_lens), tl.maximum(tl.load(cu_seq_lens + rows), 0)
+        _zero_tokens(
+            key_out, value_out, part, tl.minimum(front, total), parts,
+            HEADS, DIM, DIM_V, BLOCK_DIM, BLOCK_DIM_V, PAIRS,
+        )  # fmt: skip
+        _zero_tokens(
+            key_out, value_out, behind.to(tl.int64) * HEADS + part, total, parts,
+            HEADS, DIM, DIM_V, BLOCK_DIM, BLOCK_DIM_V, PAIRS,
+        )  # fmt: skip
     row, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     pairs = tile.to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
     places, heads = pairs // HEADS, (pairs % HEADS).to(tl.int32)
@@ -160,12 +178,21 @@ def gather_kv_kernel(
     tokens = places
     if starts is not None:
         tokens += tl.load(starts + row)
+        valid &= tokens >= 0
     ids = tl.load(block_table + row_offset(row, table_row) + tokens // PAGE, mask=valid, other=-1)
     if cu_seq_lens is None:
         targets, live = row_offset(row, longest) + places, places < longest
     else:
-        targets = tl.load(cu_seq_lens + row).to(tl.int64) + places
-        live = valid & (places < longest) & (targets >= 0) & (targets < total)  # whatever the sums are
+        first_target = tl.load(cu_seq_lens + row).to(tl.int64)
+        targets = first_target + places
+        live = (places < tl.load(seq_lens + row)) & (places < longest)
+        live &= (targets >= 0) & (targets < total)  # whatever the sums are
+        if tile == tiles - 1:  # a row that is longer than the longest has no programs for the rest
+            end = tl.maximum(first_target + tl.maximum(tl.minimum(tl.load(seq_lens + row), longest), 0), 0)
+            _zero_tokens(
+                key_out, value_out, end * HEADS, tl.minimum(tl.load(cu_seq_lens + row + 1), total), PAIRS,
+                HEADS, DIM, DIM_V, BLOCK_DIM, BLOCK_DIM_V, PAIRS,
+            )  # fmt: skip
     pages, valid = _translated(ids, valid, page_table, first_valid_id, table_limit, page_limit)
     offsets = place_offsets(pages, tokens % PAGE, heads, k_page, k_token, k_head, HINT_K)
     _read_part(
@@ -242,7 +269,10 @@ def gather_kv(
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """``kv_reference.gather_kv`` by Triton, in one launch on the current stream; nothing waits for the device."""
-    check_gather(key_cache, value_cache, block_table, seq_lens, starts, cu_seq_lens, num_tokens, page_table)
+    check_gather(
+        key_cache, value_cache, block_table, seq_lens, starts, cu_seq_lens, num_tokens, page_table, key_scale,
+        value_scale, dtype,
+    )  # fmt: skip
     require_runnable(key_cache)
     shape, rows = _Shape(key_cache, value_cache), len(block_table)
     outer = (rows, max_seq_len) if cu_seq_lens is None else (num_tokens or 0,)

@@ -46,10 +46,7 @@ def write_kv(
     slots = slot_mapping.long()
     valid = slots >= first_valid_id * page_tokens
     page = torch.where(valid, slots, 0) // page_tokens
-    if page_table is not None:
-        valid &= page < len(page_table)
-        page = page_table[torch.where(valid, page, 0)].long()
-    valid &= (page >= first_valid_id) & (page < pages)
+    page, valid = _translated(page, valid, page_table, first_valid_id, pages)
     page, inside = page[valid], (slots % page_tokens)[valid]
     for new, cache, scale in parts:
         as_bits(cache)[page, inside] = as_bits(_stored(new[: len(slots)][valid], cache.dtype, scale))
@@ -74,35 +71,43 @@ def gather_kv(
     """Keys and values of rows, out of their pages into contiguous tensors.
 
     * caches, ``page_table`` and ``first_valid_id`` as for ``write_kv``; ``block_table`` int32 ``[rows, width]``;
-    * row r's tokens are ``starts[r]`` (0 by default) to ``starts[r] + seq_lens[r]``, both int32 ``[rows]``; no row has
-      more than ``max_seq_len``.
+    * row r's tokens are ``starts[r]`` (0 by default) to ``starts[r] + seq_lens[r]``, both int32 ``[rows]``; of a row that
+      has more than ``max_seq_len``, so many.
 
     Dense: ``[rows, max_seq_len, kv_heads, head_dim]``. Ragged, with ``cu_seq_lens`` int32 ``[rows + 1]`` (running sums
     of ``seq_lens``) and ``num_tokens``: ``[num_tokens, kv_heads, head_dim]``. Zero for padding and for tokens of null
     pages. In the caches' dtype, as they are; or in ``dtype``, where fp8 is multiplied by its scale (one number or
     ``[kv_heads]``) in fp32.
 
-    Raises InvalidArgument, also for sums that are not those of ``seq_lens``, or do not fit ``num_tokens``. (The kernel,
+    Raises Unsupported for another ``dtype``, and InvalidArgument, also for sums that are not those of ``seq_lens``, or
+    do not fit ``num_tokens``. (The kernel,
     which waits for nothing, leaves out what would lie outside, and otherwise takes them as they are.)
 
     Floor: each value is read once and written once, 4 bytes of ids (8 with a page table) per page and KV head.
     """
-    scales = {"key_scale": key_scale, "value_scale": value_scale}
-    check_gather(key_cache, value_cache, block_table, seq_lens, starts, cu_seq_lens, num_tokens, page_table, **scales)
+    check_gather(
+        key_cache, value_cache, block_table, seq_lens, starts, cu_seq_lens, num_tokens, page_table, key_scale,
+        value_scale, dtype,
+    )  # fmt: skip
     if cu_seq_lens is not None:
         check_sums(cu_seq_lens.tolist(), seq_lens.tolist(), num_tokens or 0)
     pages, page_tokens = key_cache.shape[:2]
     rows, device = len(block_table), block_table.device
     place = torch.arange(max_seq_len, device=device).expand(rows, -1)
     live = place < seq_lens[:, None]
-    token = torch.where(live, place if starts is None else place + starts[:, None], 0)
-    page = block_table.long().gather(1, token // page_tokens) if max_seq_len else token
-    valid = live & (page >= first_valid_id)
-    if page_table is not None:
-        valid &= page < len(page_table)
-        page = page_table[torch.where(valid, page, 0)].long()
-        valid &= page >= first_valid_id
-    valid &= page < pages
+    token = place if starts is None else place + starts[:, None]
+    valid = live & (token >= 0)
+    token = torch.where(valid, token, 0)
+    if not valid.any():
+        page = token
+    elif int(token.max()) // page_tokens < block_table.shape[1]:
+        page = block_table.long().gather(1, token // page_tokens)
+    else:
+        raise InvalidArgument(
+            f"gather_kv: token {int(token.max())} lies behind the {block_table.shape[1]} pages of {page_tokens} tokens "
+            "that block_table has for a row"
+        )
+    page, valid = _translated(page, valid, page_table, first_valid_id, pages)
     row, column = valid.nonzero(as_tuple=True)
     page, inside = page[row, column], token[row, column] % page_tokens
     gathered: list[torch.Tensor | None] = [None, None]
@@ -117,6 +122,18 @@ def gather_kv(
         gathered[which] = out
     assert gathered[0] is not None
     return gathered[0], gathered[1]
+
+
+def _translated(
+    ids: torch.Tensor, valid: torch.Tensor, page_table: torch.Tensor | None, first_valid_id: int, pages: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Physical ids and which are valid, of ids of which some are."""
+    valid = valid & (ids >= first_valid_id)
+    if page_table is not None:
+        valid &= ids < len(page_table)
+        ids = page_table[torch.where(valid, ids, 0)].long() if len(page_table) else ids
+        valid &= ids >= first_valid_id
+    return ids, valid & (ids < pages)
 
 
 def check_write(
@@ -137,7 +154,8 @@ def check_write(
             f"write_kv: slot_mapping must be one-dimensional int32 or int64, is {slot_mapping.dtype} "
             f"of {slot_mapping.dim()} dimensions"
         )
-    _check_int32("write_kv", page_table=page_table)
+    require_unit_stride("write_kv", "slot_mapping", slot_mapping)
+    _check_page_table("write_kv", page_table)
     require_one_device(
         "write_kv",
         key,
@@ -157,6 +175,8 @@ def check_write(
             raise InvalidArgument(
                 f"write_kv: {tuple(new.shape)} does not fit {len(slot_mapping)} places in a cache {tuple(cache.shape)}"
             )
+        if 0 in cache.shape[1:]:
+            raise InvalidArgument(f"write_kv: a cache {tuple(cache.shape)} has no element in a page")
         if cache.shape[:2] != key_cache.shape[:2]:
             raise InvalidArgument(f"write_kv: caches of {key_cache.shape[:2]} and {cache.shape[:2]} pages and tokens")
         if new.dtype not in QUERY_DTYPES or (cache.dtype != new.dtype and cache.dtype not in FORMATS):
@@ -181,8 +201,9 @@ def check_gather(
     page_table: torch.Tensor | None,
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """Raises InvalidArgument. Reads shapes and dtypes, no values."""
+    """Raises InvalidArgument or Unsupported. Reads shapes and dtypes, no values."""
     if block_table.dim() != 2:
         raise InvalidArgument(f"gather_kv: block_table {tuple(block_table.shape)}: expected [rows, width]")
     rows = len(block_table)
@@ -192,18 +213,25 @@ def check_gather(
         seq_lens=seq_lens,
         starts=starts,
         cu_seq_lens=cu_seq_lens,
-        page_table=page_table,
     )
+    _check_page_table("gather_kv", page_table)
     if (cu_seq_lens is None) != (num_tokens is None):
         raise InvalidArgument("gather_kv: cu_seq_lens and num_tokens are given together (ragged) or not at all (dense)")
-    for name, tensor, length in (("seq_lens", seq_lens, rows), ("starts", starts, rows), ("cu", cu_seq_lens, rows + 1)):
+    by_row = {"seq_lens": (seq_lens, rows), "starts": (starts, rows), "cu_seq_lens": (cu_seq_lens, rows + 1)}
+    for name, (tensor, length) in by_row.items():
         if tensor is not None and tensor.shape != (length,):
             raise InvalidArgument(f"gather_kv: {name} has shape {tuple(tensor.shape)}, expected {(length,)}")
-    for cache in (key_cache, value_cache):
-        if cache is not None and (cache.dim() != 4 or cache.shape[:3] != key_cache.shape[:3]):
+    for cache, scale in ((key_cache, key_scale), (value_cache, value_scale)):
+        if cache is None:
+            continue
+        if cache.dim() != 4 or cache.shape[:3] != key_cache.shape[:3] or 0 in cache.shape[1:]:
             raise InvalidArgument(f"gather_kv: cache {tuple(cache.shape)} beside key cache {tuple(key_cache.shape)}")
-        if cache is not None:
-            require_unit_stride("gather_kv", "the caches", cache)
+        if dtype not in (None, cache.dtype, *QUERY_DTYPES):
+            raise Unsupported(
+                f"gather_kv: {cache.dtype} as {dtype}; as it is, or as float16, bfloat16 or float32, are offered"
+            )
+        _check_scale("gather_kv", scale, cache)
+        require_unit_stride("gather_kv", "the caches", cache)
     require_one_device(
         "gather_kv",
         key_cache,
@@ -233,6 +261,12 @@ def _check_int32(operation: str, **tables: torch.Tensor | None) -> None:
     for name, table in tables.items():
         if table is not None and (table.dtype != torch.int32 or (table.shape[-1] > 1 and table.stride(-1) != 1)):
             raise InvalidArgument(f"{operation}: {name} must be int32 with a contiguous last dimension")
+
+
+def _check_page_table(operation: str, page_table: torch.Tensor | None) -> None:
+    if page_table is not None and page_table.dim() != 1:
+        raise InvalidArgument(f"{operation}: page_table has {page_table.dim()} dimensions, expected one")
+    _check_int32(operation, page_table=page_table)
 
 
 def _check_scale(operation: str, scale: torch.Tensor | None, cache: torch.Tensor) -> None:
