@@ -277,15 +277,16 @@ def gather_kv(
     with ``max_seq_len``.
 
     * caches, ``page_table`` and ``first_valid_id`` as for ``write_kv``; ``block_table`` int32 ``[rows, width]``;
-    * row r's tokens are ``starts[r]`` (0 by default) to ``starts[r] + seq_lens[r]``, both int32 ``[rows]``; no row has
-      more than ``max_seq_len``.
+    * row r's tokens are ``starts[r]`` (0 by default) to ``starts[r] + seq_lens[r]``, both int32 ``[rows]``; no more
+      than ``max_seq_len`` of them.
 
     Dense: ``[rows, max_seq_len, kv_heads, head_dim]``. Ragged, with ``cu_seq_lens`` int32 ``[rows + 1]`` (running sums
     of ``seq_lens``) and ``num_tokens``: ``[num_tokens, kv_heads, head_dim]``. Zero for padding and for tokens of null
     pages. In the caches' dtype, as they are; or in ``dtype``, where fp8 is multiplied by its scale (one number or
     ``[kv_heads]``) in fp32. The second result is None for pages that hold keys only.
 
-    Raises InvalidArgument, and Inconsistent for a batch that a later one has overwritten.
+    Raises InvalidArgument, Unsupported for another ``dtype``, and Inconsistent for a batch that a later one has
+    overwritten.
 
     Floor: each value is read once and written once, 4 bytes of ids (8 with a page table) per page and KV head.
     """

@@ -12,6 +12,7 @@ turns; results are compared before anything is timed. ``python -m bench.kernels`
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -120,8 +121,8 @@ def measure_all(rounds: int) -> list[dict[str, Any]]:
     return rows + [measure(max(rounds // 4, 1), dtype, PREFILL_TOKENS, "prefill") for dtype in BOUNDS]
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    """A table on stdout."""
+def show(rows: list[dict[str, Any]]) -> bool:
+    """A table on stdout. Returns whether every bound is kept."""
     columns = ("paged ms", "contiguous ms", "ratio", "bound", "floor ms", "MiB", "GB/s")
     print(f"{'step':8}{'dtype':9}{'context':>8}" + "".join(f"{name:>15}" for name in columns))
     for row in rows:
@@ -132,10 +133,11 @@ def show(rows: list[dict[str, Any]]) -> None:
             + "".join(f"{row.get(k, ''):>15}" for k in keys)
             + above
         )
+    return all(row["ratio"] <= row.get("bound", float("inf")) for row in rows)
 
 
-def main() -> None:
-    """Command line."""
+def main() -> int:
+    """Command line; 1 where a bound is exceeded."""
     parser = argparse.ArgumentParser(prog="python -m bench.attention", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--rounds", type=int, default=15, help="rounds to take the least of (default 15)")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch (default 1)")
@@ -143,12 +145,13 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     rows = measure_all(arguments.rounds)
-    show(rows)
+    kept = show(rows)
     if arguments.json:
         where = machine() | {"torch": torch.__version__, "threads": arguments.threads}
         with open(arguments.json, "a", encoding="utf-8") as target:
             write_lines(({"benchmark": "attention", **row, **where} for row in rows), target)
+    return 0 if kept else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

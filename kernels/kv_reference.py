@@ -71,8 +71,8 @@ def gather_kv(
     """Keys and values of rows, out of their pages into contiguous tensors.
 
     * caches, ``page_table`` and ``first_valid_id`` as for ``write_kv``; ``block_table`` int32 ``[rows, width]``;
-    * row r's tokens are ``starts[r]`` (0 by default) to ``starts[r] + seq_lens[r]``, both int32 ``[rows]``; of a row that
-      has more than ``max_seq_len``, so many.
+    * row r's tokens are ``starts[r]`` (0 by default) to ``starts[r] + seq_lens[r]``, both int32 ``[rows]``; no more
+      than ``max_seq_len`` of them.
 
     Dense: ``[rows, max_seq_len, kv_heads, head_dim]``. Ragged, with ``cu_seq_lens`` int32 ``[rows + 1]`` (running sums
     of ``seq_lens``) and ``num_tokens``: ``[num_tokens, kv_heads, head_dim]``. Zero for padding and for tokens of null

@@ -45,9 +45,9 @@ def test_places_with_a_stride_are_refused(backend):
 @pytest.mark.parametrize("table", [torch.zeros(2, 3, dtype=torch.int32), torch.tensor(0, dtype=torch.int32)])
 def test_a_page_table_has_one_dimension(backend, table):
     key_cache, _ = caches()
-    with pytest.raises(InvalidArgument, match="page_table has . dimensions, expected one"):
+    with pytest.raises(InvalidArgument, match=r"page_table has \d dimensions, expected one"):
         load("write_kv", backend)(torch.ones(1, HEADS, DIM), None, key_cache, None, int32(4), page_table=table)
-    with pytest.raises(InvalidArgument, match="page_table has . dimensions, expected one"):
+    with pytest.raises(InvalidArgument, match=r"page_table has \d dimensions, expected one"):
         gather(backend, key_cache, None, lengths=[1], block_table=int32(1).view(1, 1), page_table=table)
 
 
