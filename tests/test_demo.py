@@ -2,6 +2,8 @@
 
 import json
 import os
+import pty
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given, settings, target
 from hypothesis import strategies as st
 
 from avmp.cache_pool import CachePool
@@ -22,6 +24,7 @@ from avmp.demo.requests import Request, requests_like
 from avmp.demo.sampling import draw
 from avmp.demo.unpaged import Comparison, compare, compare_all
 from avmp.errors import ArenaTooSmall, InvalidArgument
+from avmp.handles import ID_MASK
 from avmp.layout import Layout
 from avmp.options import Options
 from avmp.workloads import Trace, builtin_trace
@@ -162,6 +165,42 @@ def test_samples_that_find_no_room_read_the_prompt_again():
     require_equal(engine, requests)
 
 
+def bytes_of(pool: CachePool, sequence: int) -> list[torch.Tensor]:
+    """All bytes of a sequence's pages and of its slot, layer by layer."""
+    pool.flush()
+    pages = torch.from_numpy(pool.tables.page_table.numpy()[pool.pages(sequence) & ID_MASK]).long()
+    slot = int(pool.tables.slot_table[pool.slot(sequence) & ID_MASK])
+    kv = [part[pages] for part in pool.kv(SMALL.pattern.index("A")) if part is not None]
+    states = [part[slot] for layer, kind in enumerate(SMALL.pattern) if kind == "M" for part in pool.state(layer)]
+    return [part.clone().view(torch.uint8) for part in kv + states]
+
+
+@pytest.mark.parametrize("chaos", [None, 1])
+def test_who_was_swapped_out_comes_back_bit_by_bit(chaos, monkeypatch):
+    pool = make_pool(40 * 1024, chaos)
+    swap_out, swap_in = pool.swap_out, pool.swap_in
+    left: dict[int, list[torch.Tensor]] = {}
+    same: list[bool] = []
+
+    def leave(handles):
+        before = bytes_of(pool, handles[0])
+        swapped = swap_out(handles)
+        left[int(swapped[0])] = before
+        return swapped
+
+    def come_back(handles):
+        before = left.pop(handles[0])
+        back = swap_in(handles)
+        same.extend(map(torch.equal, before, bytes_of(pool, int(back[0]))))
+        return back
+
+    monkeypatch.setattr(pool, "swap_out", leave)
+    monkeypatch.setattr(pool, "swap_in", come_back)
+    engine = serve(pool, REQUESTS)
+    require_equal(engine, REQUESTS)
+    assert not left and len(same) == 6 * engine.preemptions > 0 and all(same)
+
+
 def test_the_same_calls_give_the_same_run():
     first, second = (serve(make_pool(40 * 1024), REQUESTS) for _ in range(2))
     assert first.history == second.history
@@ -190,35 +229,41 @@ def test_a_wrong_byte_in_the_arena_is_found():
 
 
 class Schedule:
-    """A pool with a model, driven by hand; every sequence's logits are compared with its own unpaged run."""
+    """A pool with a model, driven by hand; every sequence's logits are compared with its own unpaged run. It holds four
+    states and five pages, or one and twenty-six: whoever grows takes memory from the other side."""
 
-    def __init__(self, chaos: int) -> None:
-        self.pool = make_pool(28 * 1024, chaos, max_rows=6)
+    def __init__(self, chaos: int | None) -> None:
+        self.pool = make_pool(20 * 1024, chaos, max_rows=6, max_tokens_per_sequence=64)
         self.model = HybridModel(SMALL, seed=3)
         self.resident: dict[int, list[int]] = {}
         self.swapped: dict[int, list[int]] = {}
         self.random = np.random.default_rng(chaos)
+        self.compared = self.resumed = 0
+        self.longest = self.pool.max_tokens_per_sequence - 1  # the last token is for the last comparison
 
     def admit(self) -> None:
         if self.pool.fits("admit", [0]):
             self.resident[int(self.pool.admit([0])[0])] = []
 
     def step(self, tokens_each: list[int]) -> None:
+        """Some more tokens of everybody, or of as many as there is room for, who came last first."""
         rows = {
             handle: self.random.integers(SMALL.vocabulary, size=count).tolist()
             for (handle, tokens), count in zip(self.resident.items(), tokens_each, strict=False)
-            if count and len(tokens) + count <= self.pool.max_tokens_per_sequence
+            if count and len(tokens) + count <= self.longest
         }
-        counts = [len(new) for new in rows.values()]
-        if not rows or not self.pool.fits("extend", list(rows), counts):
+        while rows and not self.pool.fits("extend", list(rows), [len(new) for new in rows.values()]):
+            del rows[next(iter(rows))]
+        if not rows:
             return
-        self.pool.extend(list(rows), counts)
+        self.pool.extend(list(rows), [len(new) for new in rows.values()])
         memory = PagedMemory(self.pool, list(rows))
         logits = self.model.forward(torch.tensor([token for new in rows.values() for token in new]), memory)
         for (handle, new), got in zip(rows.items(), logits, strict=True):
             self.resident[handle] = tokens = self.resident[handle] + new
             wanted = self.model.forward(torch.tensor(tokens), PlainMemory(len(tokens)))[0]
             torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+            self.compared += 1
 
     def fork(self, which: int) -> None:
         handle = self._pick(self.resident, which)
@@ -234,12 +279,29 @@ class Schedule:
         handle = self._pick(self.swapped, which)
         if handle is not None and self.pool.fits("swap_in", [handle]):
             self.resident[int(self.pool.swap_in([handle])[0])] = self.swapped.pop(handle)
+            self.resumed += 1
 
     def release(self, which: int) -> None:
         handle = self._pick(self.resident, which)
         if handle is not None:
             self.pool.release([handle])
             del self.resident[handle]
+
+    def finish(self) -> None:
+        """Everybody goes on once more: who has room now, and then, one by one, who was swapped out. The arena is empty
+        and whole in the end."""
+        self.longest += 1
+        self.step([1] * 6)
+        while self.resident or self.swapped:
+            while self.resident:
+                self.release(0)
+            before = self.compared, len(self.swapped)
+            self.resume(0)
+            self.step([1])
+            assert (self.compared, len(self.swapped)) == (before[0] + bool(before[1]), max(before[1] - 1, 0))
+        self.pool.flush()
+        self.pool.check()
+        assert self.pool.stats().used_bytes == 0
 
     @staticmethod
     def _pick(handles: dict[int, list[int]], which: int) -> int | None:
@@ -254,28 +316,48 @@ MOVES: st.SearchStrategy[tuple[str, tuple]] = st.one_of(
 )
 
 
-def run_schedule(moves: list[tuple[str, tuple]], chaos: int) -> None:
+def run_schedule(moves: list[tuple[str, tuple]], chaos: int | None) -> Schedule:
     schedule = Schedule(chaos)
-    for name, arguments in [("admit", ()), ("step", ([5] * 6,)), *moves, ("step", ([1] * 6,))]:
-        action: Callable[..., None] = getattr(schedule, name)
-        action(*arguments)
-    schedule.pool.flush()
-    schedule.pool.check()
-
-
-@given(st.lists(MOVES, max_size=25), st.integers(0, 3))
-@settings(max_examples=25)
-def test_any_schedule_gives_every_sequence_its_own_logits(moves, chaos):
     with torch.inference_mode():
-        run_schedule(moves, chaos)
+        for name, arguments in [("admit", ()), ("step", ([5] * 6,)), *moves]:
+            action: Callable[..., None] = getattr(schedule, name)
+            action(*arguments)
+        schedule.finish()
+    return schedule
+
+
+def run_schedules(examples: int, least: int, most: int) -> None:
+    """Any schedules; over all of them, live units were moved and answers came back."""
+    played = []
+
+    @given(st.lists(MOVES, min_size=least, max_size=most), st.sampled_from([None, 0, 1, 2]))
+    @settings(max_examples=examples)
+    def any_schedule(moves: list[tuple[str, tuple]], chaos: int | None) -> None:
+        schedule = run_schedule(moves, chaos)
+        played.append((schedule.pool.stats().migrations, schedule.pool.stats().units_moved, schedule.resumed))
+        target(float(played[-1][0]))
+
+    any_schedule()
+    assert len(played) >= examples and (np.array(played).sum(0) > 0).all()
+
+
+def test_any_schedule_gives_every_sequence_its_own_logits():
+    run_schedules(examples=25, least=15, most=50)
+
+
+def test_one_long_schedule_moves_live_units_many_times():
+    random, names = np.random.default_rng(1), ["admit", "step", "step", "fork", "preempt", "resume", "release"]
+    moves: list[tuple[str, tuple]] = []
+    for name in random.choice(names, size=1000).tolist():
+        which = (random.integers(0, 10, size=6).tolist(),) if name == "step" else (int(random.integers(6)),)
+        moves.append((name, () if name == "admit" else which))
+    schedule = run_schedule(moves, chaos=None)
+    assert schedule.pool.stats().migrations >= 10 and schedule.resumed >= 20 and schedule.compared >= 100
 
 
 @pytest.mark.slow
-@given(st.lists(MOVES, min_size=20, max_size=120), st.integers(0, 1000))
-@settings(max_examples=150)
-def test_any_long_schedule_gives_every_sequence_its_own_logits(moves, chaos):
-    with torch.inference_mode():
-        run_schedule(moves, chaos)
+def test_any_long_schedule_gives_every_sequence_its_own_logits():
+    run_schedules(examples=150, least=30, most=120)
 
 
 # -- the parts -------------------------------------------------------------------------------------------------------
@@ -338,6 +420,21 @@ def test_an_answer_knows_what_comes_next():
 
 # -- the command -----------------------------------------------------------------------------------------------------
 
+ROWS = (
+    "requests served",
+    "answers (samples) served",
+    "requests refused",
+    "steps",
+    "tokens per second, prompts included",
+    "most answers at once",
+    "preemptions (swapped out)",
+    "boundary moved towards KV / towards states",
+    "retractions that moved nothing",
+    "migrations (retractions that moved live units)",
+    "bytes moved by migrations",
+    "tail pages copied",
+    "peak use",
+)
 COMMAND = ["demo", "--requests", "12", "--shrink", "16", "--memory", "512KiB", "--longest", "160"]
 
 
@@ -346,8 +443,10 @@ def test_the_command_prints_a_table_and_the_verdict(capsys, tmp_path):
     picture = tmp_path / "memory.png"
     assert main([*COMMAND, "--plot", str(picture)]) == 0
     printed = capsys.readouterr().out
-    assert "tokens equal to an unpaged run: yes" in printed
-    assert "| requests served" in printed
+    table = {cells[1].strip(): cells[2].strip() for cells in (line.split("|") for line in printed.splitlines()[5:-2])}
+    assert tuple(table) == ROWS and table["requests served"] == "12" and table["requests refused"] == "0"
+    assert all(re.match(r"[\d,.]+", value) for value in table.values())
+    assert re.fullmatch(r"tokens equal to an unpaged run: yes \([\d,]+ tokens compared\)", printed.splitlines()[-1])
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -360,6 +459,51 @@ def test_the_command_runs_the_kernels_in_triton_s_own_interpreter(repository):
     assert done.returncode == 0, done.stderr
     assert "triton backend on cpu" in done.stdout
     assert "tokens equal to an unpaged run: yes" in done.stdout
+
+
+def test_the_command_shows_on_a_terminal_how_it_goes(repository):
+    leader, follower = pty.openpty()
+    command = [sys.executable, "-m", "avmp", *COMMAND, "--requests", "30"]
+    done = subprocess.run(command, cwd=repository, stdout=subprocess.PIPE, stderr=follower, check=True)
+    os.close(follower)
+    shown = os.read(leader, 1 << 16).decode()
+    os.close(leader)
+    told = re.findall(
+        r"\rstep (\d+): (\d+) running, (\d+) waiting, (\d+) swapped; (\d+) pages, (\d+) slots; "
+        r"boundary at (\d+)%; (\d+) migrations\x1b\[K",
+        shown,
+    )
+    steps, running, waiting, _, pages, slots, boundary, migrations = np.array(told, dtype=np.int64).T
+    assert len(steps) > 5 and (steps % 8 == 0).all() and (np.diff(steps) > 0).all()
+    assert running.max() > 1 and waiting.max() > 0 and pages.max() > slots.max() >= running.max()
+    assert 0 < boundary.max() <= 100 and len(set(boundary)) > 1
+    assert migrations[0] == 0 < migrations[-1] and (np.diff(migrations) >= 0).all()
+    assert b"\x1b" not in done.stdout and b"| requests served" in done.stdout
+
+
+TRACE = ((374, 44), (120, 60), (8, 3), (200, 30), (64, 16))
+"""Prompt and output tokens."""
+
+
+def test_the_command_serves_a_recorded_trace(capsys, tmp_path):
+    path = tmp_path / "recorded.csv"
+    lines = [f"2023-11-16 18:15:4{n}.6805900,{prompt},{output}" for n, (prompt, output) in enumerate(TRACE)]
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]) + "\n", encoding="utf-8")
+    assert main(["demo", "--trace", str(path), "--memory", "512KiB", "--longest", "160", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["requests"], result["refused"], result["equal"]) == (5, 0, True)
+    assert result["tokens_wanted"] == 5 + 7 + 1 + 3 * 3 + 2
+    assert main(["demo", "--trace", str(path), "--requests", "2", "--memory", "512KiB", "--longest", "160"]) == 0
+    assert f"{path.name}: 2 requests, lengths divided by 8" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_command_as_it_is_moves_the_boundary_many_times_in_both_directions(capsys):
+    assert main(["demo", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert min(result["boundary_up"], result["boundary_down"]) >= 20
+    assert result["preemptions"] > 0 and result["migrations"] > 0 and result["bytes_moved"] > 0
+    assert result["equal"] and (result["requests"], result["refused"]) == (400, 0)
 
 
 def test_the_command_prints_json(capsys):

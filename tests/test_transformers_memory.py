@@ -17,10 +17,13 @@ from avmp.integrations.transformers import AvmpCache
 from avmp.integrations.transformers_layers import AttentionLayer
 from avmp.layout import ARENA_ALIGNMENT
 from avmp.options import Options
+from avmp.units import parse_bytes
 from tests.chaos import ChaosMigration
 from tests.transformers_models import IN_PLACE, forward, generate, prompts, tiny_model
 
 ATTENTIONS = ["sdpa", "avmp"] if IN_PLACE else ["sdpa"]
+BYTES_OF_IDS = 64
+"""For each page that is read in place: its id, of 8 bytes, as often as the plain-torch backend needs it."""
 SMALL = 4096
 """Bytes of ids, counts and the keys and values of new tokens, in these tests."""
 
@@ -92,6 +95,26 @@ def test_what_a_cache_holds_is_what_it_says_at_every_step_of_a_run(family: str, 
     assert held_bytes(cache) <= stated + SMALL
 
 
+@pytest.mark.parametrize("memory", ["1MiB", "64MiB"])
+@pytest.mark.parametrize(
+    "bounds", [{}, dict(max_rows=8, max_length=128), dict(max_rows=64, max_length=2048, max_batch_tokens=4096)]
+)
+@pytest.mark.parametrize("family", ["llama", "bamba", "mamba2"])
+def test_what_there_is_beside_the_arena_is_what_the_docstring_says(
+    family: str, bounds: dict[str, int], memory: str
+) -> None:
+    cache = AvmpCache(tiny_model(family), memory, **bounds)
+    stats, columns = cache.pool.stats(), cache.pool.layout.pages_per_sequence(cache.pool.max_tokens_per_sequence)
+    rows, tokens = bounds.get("max_rows", 256), cache.pool.tables.max_tokens
+    tables = 4 * (stats.pages_capacity + stats.slots_capacity) + 4 * rows * (columns + 4) + 8 * tokens + 256
+    beside = cache.nbytes - parse_bytes(memory)
+    assert beside <= ARENA_ALIGNMENT + tables + min(8 * tables, 8 << 20)
+    assert cache.nbytes - cache.pool.lanes.untyped_storage().nbytes() >= tables - 256
+    assert tokens <= bounds.get("max_batch_tokens", 1 << 16)
+    if memory == "1MiB" and not bounds:
+        assert beside <= ARENA_ALIGNMENT + (1 << 20)
+
+
 def test_making_a_cache_allocates_what_it_says_and_no_more() -> None:
     model = tiny_model("bamba")
     caches = []
@@ -133,12 +156,13 @@ def test_no_layer_s_keys_and_values_are_there_any_more_when_the_next_layer_asks_
 
 
 @pytest.mark.skipif(not IN_PLACE, reason="models tell a cache of their attention from transformers 5.24 on")
-def test_reading_pages_in_place_copies_no_keys_or_values() -> None:
+@pytest.mark.parametrize("family", ["llama", "bamba", "zamba2"])
+def test_reading_pages_in_place_copies_no_keys_or_values(family: str) -> None:
     """The plain-torch backend has buffers of constant size. What a decoding step allocates beyond them does not grow
     with the context, but for the ids of its pages; where keys and values are copied, this measure shows it."""
     grown = {}
     for attention in ATTENTIONS:
-        model = tiny_model("llama", attention)
+        model = tiny_model(family, attention)
         cache = AvmpCache(model, "8MiB", max_length=4096)
         peaks = []
         for _ in range(2):
@@ -147,7 +171,8 @@ def test_reading_pages_in_place_copies_no_keys_or_values() -> None:
         grown[attention] = peaks[1] - peaks[0]
     copied = one_layer_of_kv(cache, 2, 1500)
     assert grown["sdpa"] >= copied
-    assert grown["avmp"] <= copied // 32  # 8 bytes of ids, several times over, for the 2 KiB of a page
+    pages = 2 * cache.pool.layout.pages_per_sequence(1500)
+    assert grown["avmp"] <= BYTES_OF_IDS * pages < copied // 16
 
 
 @pytest.mark.parametrize("family", ["bamba", "qwen3_next", "mamba2"])

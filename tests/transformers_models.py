@@ -116,6 +116,16 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         chunk_size=8,
     ),
 }
+ARRANGED: dict[str, Callable[[], Any]] = {
+    "bamba_attention_first": lambda: transformers.BambaConfig(
+        **COMMON, **MAMBA2, num_hidden_layers=4, attn_layer_indices=[0, 2]
+    ),
+    "bamba_attention_last": lambda: transformers.BambaConfig(
+        **COMMON, **MAMBA2, num_hidden_layers=4, attn_layer_indices=[2, 3]
+    ),
+}
+"""Families with their layers in another order."""
+
 FULL = dict(layer_types=["full_attention"] * 2)
 OTHERS: dict[str, dict[str, Any]] = {
     "apertus": {},
@@ -165,8 +175,8 @@ WITH_ATTENTION = tuple(name for name in FAMILIES if name != "mamba2")
 
 
 def _config(family: str) -> Any:
-    if family in CONFIGS:
-        return CONFIGS[family]()
+    if family in CONFIGS | ARRANGED:
+        return (CONFIGS | ARRANGED)[family]()
     fields = dict(COMMON, num_hidden_layers=2, head_dim=8) | OTHERS[family]
     return transformers.AutoConfig.for_model(family, **fields)
 
@@ -239,7 +249,7 @@ def reference(
 
 def largest_difference(one: Any, other: Any) -> float:
     """Over the logits of all steps of two results of ``generate``."""
-    return max((a - b).abs().max().item() for a, b in zip(one.logits, other.logits, strict=True))
+    return max(float((a - b).abs().max()) for a, b in zip(one.logits, other.logits, strict=True))
 
 
 def memory_for(model: Any, rows: int, tokens: int, page_tokens: int) -> int:

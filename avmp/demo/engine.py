@@ -55,17 +55,19 @@ class Answer:
 @dataclass(frozen=True)
 class Moment:
     """One step as the report shows it. Bytes are those of all lanes; ``slots_extent_bytes`` is where the states' side
-    ends. ``retractions`` counts those that moved live units too."""
+    ends. ``migrations`` counts retractions of that boundary which moved live units."""
 
     step: int
     running: int
     waiting: int
     swapped: int
+    pages: int
+    slots: int
     page_bytes: int
     slot_bytes: int
     slots_extent_bytes: int
     pages_extent_bytes: int
-    retractions: int
+    migrations: int
     bytes_moved: int
 
 
@@ -211,11 +213,13 @@ class Engine:
                 running=len(self.running),
                 waiting=len(self.waiting),
                 swapped=len(self.swapped),
+                pages=stats.pages_live,
+                slots=stats.slots_live,
                 page_bytes=stats.pages_live * layout.page_total_bytes,
                 slot_bytes=stats.slots_live * layout.slot_total_bytes,
                 slots_extent_bytes=stats.slots_extent * layout.slot_total_bytes,
                 pages_extent_bytes=stats.pages_extent * layout.page_total_bytes,
-                retractions=stats.migrations + stats.retractions,
+                migrations=stats.migrations,
                 bytes_moved=stats.bytes_moved,
             )
         )

@@ -81,15 +81,10 @@ def live_line(stream: TextIO, arena_bytes: int) -> Callable[[Moment], None] | No
     def show(moment: Moment) -> None:
         if moment.step % 8:
             return
-        share = {
-            "KV": moment.page_bytes / arena_bytes,
-            "state": moment.slot_bytes / arena_bytes,
-            "boundary": moment.slots_extent_bytes / arena_bytes,
-        }
         print(
-            f"\rstep {moment.step}: {moment.running} running, {moment.waiting} waiting, {moment.swapped} swapped out; "
-            + ", ".join(f"{name} {value:.0%}" for name, value in share.items())
-            + f"; {moment.retractions} retractions\x1b[K",
+            f"\rstep {moment.step}: {moment.running} running, {moment.waiting} waiting, {moment.swapped} swapped; "
+            f"{moment.pages} pages, {moment.slots} slots; boundary at {moment.slots_extent_bytes / arena_bytes:.0%}; "
+            f"{moment.migrations} migrations\x1b[K",
             end="",
             file=stream,
             flush=True,
@@ -110,8 +105,9 @@ def format_result(result: DemoResult) -> str:
         ("most answers at once", f"{result.most_running:,}"),
         ("preemptions (swapped out)", f"{result.preemptions:,}"),
         ("boundary moved towards KV / towards states", f"{result.boundary_up:,} / {result.boundary_down:,} steps"),
-        ("retractions without / with migration", f"{result.retractions:,} / {result.migrations:,}"),
-        ("moved by migrations", format_bytes(result.bytes_moved)),
+        ("retractions that moved nothing", f"{result.retractions:,}"),
+        ("migrations (retractions that moved live units)", f"{result.migrations:,}"),
+        ("bytes moved by migrations", format_bytes(result.bytes_moved)),
         ("tail pages copied", f"{result.tail_copies:,}"),
         ("peak use", f"{result.peak_used_bytes / result.arena_bytes:.1%} of {format_bytes(result.arena_bytes)}"),
     ]

@@ -67,12 +67,13 @@ def attention(
         "position_bias": others.get("position_bias") is not None,
         "output_attentions": bool(others.get("output_attentions")),
     }
+    rows, layer = avmp
+    rows.unread = None
     if any(unsupported.values()):
+        rows.give_up()
         named = ", ".join(name for name, given in unsupported.items() if given)
         raise Unsupported(f"attn_implementation='avmp' does not do {named}; use 'eager' or 'sdpa'")
     assert not isinstance(attention_mask, OtherMask)
-    rows, layer = avmp
-    rows.unread = None
     count, _, tokens, _ = key.shape
     rows.begin(layer, count, tokens, attention_mask, paged=True)
     flat, real = [tokens_of(states) for states in (query, key, value)], rows.added.real

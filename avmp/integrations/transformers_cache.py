@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,18 +11,21 @@ import torch
 from transformers.cache_utils import Cache
 
 from avmp.address_space import Disturbance
+from avmp.branching import live_history
 from avmp.cache_pool import CachePool
 from avmp.errors import InvalidArgument, Unsupported
 from avmp.handles import NOTHING, Int64Array
 from avmp.integrations.transformers_arena import SharedArena
 from avmp.integrations.transformers_generate import Request, announced
-from avmp.integrations.transformers_layers import AttentionLayer, HybridLayer, Place, StateLayer
+from avmp.integrations.transformers_layers import AttentionLayer, HybridLayer, Place, StateLayer, require_in_place
 from avmp.integrations.transformers_rows import Rows
 from avmp.integrations.transformers_support import ATTENTION, BOTH, STATE, Model, read_model
+from avmp.layout import Layout
 from avmp.options import Options
 
 LEAST_BATCH_TOKENS, MOST_BATCH_TOKENS = 1 << 16, 1 << 20
-"""Tokens of one forward that there is room for, unless the caller says how many: 8 bytes each in the tables."""
+"""Tokens of one forward that there is room for in the tables, unless the caller says how many, or fewer fit the arena
+anyway."""
 
 _LAYERS = {ATTENTION: AttentionLayer, STATE: StateLayer, BOTH: HybridLayer}
 
@@ -42,12 +46,14 @@ class AvmpCache(Cache):
     pages, and reordering them changes tables and copies one page and one state at most per new row. Tokens come one
     step, one chunk or one conversation turn at a time; ``reset()`` makes room for the next batch. Inference only.
 
-    Memory: ``memory`` bytes of arena (and 2 MiB to align it), and tables, all allocated here; ``nbytes`` is the sum,
-    and does not change. Beyond that: with any ``attn_implementation`` but ``"avmp"``, a copy of the keys and values of
-    one layer, the one that is being computed, rounded up to whole pages; with ``"avmp"``, which reads pages in place
-    and leaves out padding, none, but for the buffers of constant size of the plain-torch backend. States are changed
-    in place as long as the rows lie equally spaced in the arena; where they do not, those of one layer at a time are
-    staged beside it.
+    Memory: ``memory`` bytes of arena (and 2 MiB to align it), tables of T bytes, and 8 T, but 8 MiB at most, for
+    changing them, all allocated here; ``nbytes`` is the sum, and does not change. T is 4 bytes for each page and slot
+    that the arena could have, ``4 * max_rows * (pages of the longest row + 4)``, ``8 * max_batch_tokens``, and less
+    than 256. Beyond that: with any ``attn_implementation`` but ``"avmp"``, a copy of the keys and values of one layer,
+    the one that is being computed, rounded up to whole pages; with ``"avmp"``, which reads pages in place and leaves
+    out padding, none, but for the buffers of constant size of the plain-torch backend. States are changed in place as
+    long as the rows lie equally spaced in the arena; where they do not, those of one layer at a time are staged beside
+    it.
 
     ``share()`` makes another cache in the same arena, and ``fork()`` (or ``copy.deepcopy``) one that starts with the
     same tokens. Where memory is short, ``evictable`` caches of the arena are moved to host memory, the one used
@@ -57,9 +63,10 @@ class AvmpCache(Cache):
     may come to (unless ``check_ahead=False``), in ``forward`` for the tokens it brings. Everything in the arena is as
     it was then; rows that had no tokens yet are gone.
 
-    After a forward that was interrupted (an error, Ctrl-C), ``reset()`` the cache or ``crop`` it to an earlier
-    checkpoint before it goes on. One that stopped between attention layers is found out; one that stopped among the
-    state layers before the first or behind the last of them is not, as in any cache of transformers.
+    A forward that was interrupted (an error, Ctrl-C) leaves layers with different numbers of tokens: the next one
+    raises Inconsistent, until the cache is taken back by ``crop`` (with states: to a checkpoint; ``crop(0)`` where that
+    is at the present length) or ``reset()``. One place is not told from the end of the forward: a decoding step that
+    stops inside of the last layer, if that has a state, which models change in place and tell nobody.
     """
 
     is_compileable = False
@@ -87,11 +94,15 @@ class AvmpCache(Cache):
         ``dtype`` is that of keys, values and windows, by default the model's; ``ssm_dtype`` that of recurrent states,
         by default float32. A page holds ``page_tokens`` tokens. ``max_rows`` bounds the rows of all caches in the
         arena, ``max_length`` the tokens of a row (default: what the model is made for, or what fits), and
-        ``max_batch_tokens`` the tokens of one forward. The rest is as in ``CachePool``.
+        ``max_batch_tokens`` the tokens of one forward (default: 65,536 or one longest row, or what fits). The rest is
+        as in ``CachePool``.
 
-        Raises Unsupported for a model that does not work, with a list of those that do, and ArenaTooSmall.
+        Raises Unsupported for a model that does not work, with a list of those that do, or an attention that needs a
+        later version of transformers, and ArenaTooSmall.
         """
         model = read_model(model_or_config, dtype, ssm_dtype, page_tokens)
+        if model.paged:
+            require_in_place()
         with torch.inference_mode(False):
             pool = CachePool(
                 model.geometry,
@@ -99,7 +110,7 @@ class AvmpCache(Cache):
                 device=device or model.device,
                 max_rows=max_rows,
                 max_tokens_per_sequence=max_length,
-                max_batch_tokens=max_batch_tokens or _batch_tokens(model, max_length),
+                max_batch_tokens=max_batch_tokens or _batch_tokens(model, memory, max_rows, max_length),
                 options=options,
                 disturbance=disturbance,
                 backend=backend,
@@ -109,7 +120,11 @@ class AvmpCache(Cache):
     def _assemble(self, model: Model, arena: SharedArena, evictable: bool, check_ahead: bool) -> None:
         self._model, self._arena, self.check_ahead = model, arena, check_ahead
         self._user_defined = False
-        self._rows = Rows(arena, [layer.layer for layer in model.geometry.attention_layers], evictable)
+        geometry = model.geometry
+        attention, states = (
+            [layer.layer for layer in part] for part in (geometry.attention_layers, geometry.state_layers)
+        )
+        self._rows = Rows(arena, attention, states, evictable)
         self._checkpoints: list[Checkpoint] = []
         layers = [
             _LAYERS[kind](Place(self._rows, index, model)) if kind in _LAYERS else layer
@@ -177,13 +192,14 @@ class AvmpCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Takes back the last ``-tokens_to_remove`` tokens of every row (0 or less, as transformers counts).
 
-        With states, only to where a ``checkpoint`` is, or to the beginning: raises Unsupported otherwise.
+        With states, only to where a ``checkpoint`` is, or to the beginning: raises Unsupported otherwise. 0 takes back
+        what a forward that was interrupted has done to the states; it does nothing behind one that was not.
         """
         rows = self._require_tokens("crop")
         length = rows.length + int(tokens_to_remove)
         if tokens_to_remove > 0 or length < 0:
             raise InvalidArgument(f"crop({tokens_to_remove}): expected 0 to {-rows.length}")
-        if tokens_to_remove == 0 or not rows.count:
+        if not rows.count or (tokens_to_remove == 0 and not (self._has_states and rows.progress.behind)):
             return
         marks = sorted({mark.length for mark in self._checkpoints} | {0})
         if self._has_states and length not in marks:
@@ -192,9 +208,21 @@ class AvmpCache(Cache):
             )
         rows.unread = None
         rows.wake()
-        self._arena.run(rows, "truncate", rows.sequences, rows.stored(length))
+        if self._has_states and length:
+            self._restore({handle for mark in self._checkpoints if mark.length == length for handle in mark.snapshots})
+        else:
+            self._arena.run(rows, "truncate", rows.sequences, rows.stored(length))
         rows.set_length(length)
         self._keep_checkpoints([mark for mark in self._checkpoints if mark.length <= length])
+
+    def _restore(self, snapshots: set[int]) -> None:
+        """Each row becomes what that one of the snapshots holds which it comes from; rows may have changed places
+        since, and ``truncate`` would do nothing where all tokens that are taken back were padding."""
+        ledger = self._arena.pool._ledger
+        for sequence in self._rows.sequences.tolist():
+            history = live_history(ledger, ledger.table.row(sequence))
+            snapshot = next(handle for handle in reversed(history) if handle in snapshots)
+            self._arena.run(self._rows, "restore", sequence, snapshot)
 
     @property
     def _has_states(self) -> bool:
@@ -206,7 +234,7 @@ class AvmpCache(Cache):
         rows = self._require_tokens("checkpoint")
         if not rows.count:
             raise InvalidArgument("checkpoint of an empty cache: there is nothing to come back to")
-        rows.require_whole()
+        rows.progress.require_whole()
         rows.require(rows.count)
         mark = Checkpoint(rows.length, self._arena.run(rows, "snapshot", rows.sequences))
         self._checkpoints.append(mark)
@@ -226,7 +254,7 @@ class AvmpCache(Cache):
 
     def _require_tokens(self, what: str) -> Rows:
         """The rows. Raises Unsupported without attention layers, which are what counts tokens."""
-        if not self._rows.seen:
+        if not self._rows.progress.seen:
             raise Unsupported(f"{what}: a model with states only does not count its tokens; fork() the cache instead")
         return self._rows
 
@@ -300,10 +328,7 @@ class AvmpCache(Cache):
         if rows.count:
             rows.require(rows.count)
             cache._rows.become(np.array(self._forks(list(range(rows.count))), dtype=np.int64))
-            cache._rows.padding = rows.padding
-            cache._rows.set_length(rows.length)
-            cache._rows.seen.update(rows.seen)  # a forward that was interrupted is so in the fork as well
-            cache._rows.stateful.update(rows.stateful)
+            cache._rows.take_after(rows)
         return cache
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AvmpCache:
@@ -322,6 +347,20 @@ class AvmpCache(Cache):
 
     # -- what transformers calls -----------------------------------------------------------------------------------
 
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """The window of a layer, as the first thing that its step asks for. Models call this; whoever wants to look at
+        states reads ``layers[layer_idx].conv_states[state_idx]``."""
+        layer = self.layers[layer_idx]
+        if isinstance(layer, StateLayer):
+            layer.begin_step(sys._getframe(1))
+        window: torch.Tensor | None = super().get_conv_state(layer_idx, state_idx)
+        return window
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether that layer, by default the last one with states, has any. Older models ask before each step."""
+        self._rows.progress.no_longer_asking()
+        return bool(super().has_previous_state(layer_idx, state_idx))
+
     @property
     def _is_user_defined(self) -> bool:
         """Set by ``generate`` on a cache that it is given, before it computes anything."""
@@ -330,8 +369,14 @@ class AvmpCache(Cache):
     @_is_user_defined.setter
     def _is_user_defined(self, value: bool) -> None:
         self._user_defined = value
-        request = announced() if self.check_ahead else None
-        if request is not None:
+        request = announced()
+        if request is None:
+            return
+        if self._model.paged:
+            require_in_place()
+            if request.attentions:
+                raise Unsupported("attn_implementation='avmp' does not do output_attentions; use 'eager'")
+        if self.check_ahead:
             self._require_room(request)
 
     def _require_room(self, request: Request) -> None:
@@ -358,6 +403,10 @@ class AvmpCache(Cache):
         """Nothing: the arena is there from the beginning."""
 
 
-def _batch_tokens(model: Model, max_length: int | None) -> int:
+def _batch_tokens(model: Model, memory: int | str | float, max_rows: int, max_length: int | None) -> int:
     longest = max_length or model.geometry.max_position_embeddings or 0
-    return max(LEAST_BATCH_TOKENS, min(longest, MOST_BATCH_TOKENS))
+    tokens = max(LEAST_BATCH_TOKENS, min(longest, MOST_BATCH_TOKENS))
+    if isinstance(memory, float):  # a share of what is free: no small arena, whose tables would outgrow it
+        return tokens
+    layout = Layout.plan(model.geometry, memory)
+    return min(tokens, max(layout.max_pages() * layout.page_tokens if layout.has_pages else 0, max_rows))

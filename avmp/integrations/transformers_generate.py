@@ -11,11 +11,13 @@ import torch
 
 class Request(NamedTuple):
     """``rows`` rows that may come to have ``tokens`` tokens each, padding included; ``mask`` ``[rows, prompt]`` is 0
-    where there is padding in the prompts, None if there is none."""
+    where there is padding in the prompts, None if there is none; ``attentions``: whether it wants the weights of its
+    attention."""
 
     rows: int
     tokens: int
     mask: torch.Tensor | None
+    attentions: bool
 
 
 def announced(frame: FrameType | None = None) -> Request | None:
@@ -37,4 +39,5 @@ def announced(frame: FrameType | None = None) -> Request | None:
     whole = mask.shape[1] if mask is not None else getattr(config, "_mask_length", None)
     if isinstance(given, torch.Tensor) and isinstance(whole, int):
         tokens += max(whole - given.shape[1], 0)
-    return Request(batch_size * max(config.num_beams or 1, config.num_return_sequences or 1), tokens, mask)
+    rows = batch_size * max(config.num_beams or 1, config.num_return_sequences or 1)
+    return Request(rows, tokens, mask, bool(config.output_attentions))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from types import FrameType
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
-from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
+import transformers
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from avmp import ops
 from avmp.errors import InvalidArgument, Unsupported
@@ -20,6 +23,14 @@ Value = TypeVar("Value")
 
 CONV, RECURRENT = 0, 1
 """The parts of a state layer, in the order of its geometry."""
+
+MODELS_ASK_THE_CACHE = hasattr(Cache, "get_conv_state")
+"""Models call ``cache.get_conv_state`` in each forward, once in each state layer; before transformers 5.22 they read
+``cache.layers[i].conv_states`` instead, as does whoever only looks."""
+
+
+INPUTS, TOKENS = "hidden_states", "seq_len"
+"""What all models call the inputs of a state layer, ``[rows, ...]``, and how many tokens of each row these are."""
 
 
 class Place(NamedTuple):
@@ -64,6 +75,15 @@ class _Together:
     batch_select_indices = _refuse("batch_select_indices", "the cache's batch_select_indices")
     offload = _refuse("offload", "the cache's swap_out")
     prefetch = _refuse("prefetch", "the cache's swap_in")
+
+
+def require_in_place() -> None:
+    """Raises Unsupported where models do not tell the cache of their attention."""
+    if not reads_in_place():
+        raise Unsupported(
+            f"attn_implementation='avmp' needs transformers 5.24, this is {transformers.__version__}; use another "
+            "attn_implementation"
+        )
 
 
 def require_inference() -> None:
@@ -114,10 +134,12 @@ class AttentionLayer(_Together, DynamicLayer):
                 )
         count, _, tokens, _ = key_states.shape
         if self._place.model.paged:
-            if kwargs is None or not reads_in_place():
+            require_in_place()
+            if kwargs is None:
+                rows.give_up()
                 raise Unsupported(
-                    "attn_implementation='avmp' needs transformers 5.24, and a model that hands the arguments of its "
-                    "attention to the cache; use another attn_implementation"
+                    "attn_implementation='avmp' needs a model that hands the arguments of its attention to the cache, "
+                    "and this one does not; use another attn_implementation"
                 )
             rows.require(count)
             rows.unread, kwargs["avmp"] = layer, Pages(rows, layer)
@@ -128,7 +150,7 @@ class AttentionLayer(_Together, DynamicLayer):
 
     def get_seq_length(self) -> int:
         """Tokens of each row, padding included."""
-        return self._place.rows.seen[self._place.layer]
+        return self._place.rows.progress.seen[self._place.layer]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """``(keys, offset)`` of the next step's attention mask."""
@@ -160,7 +182,7 @@ def store(rows: Rows, layer: int, keys: torch.Tensor, values: torch.Tensor) -> N
         page_table=batch.page_table,
         backend=rows.pool.backend.name,
     )
-    rows.seen[layer] = rows.length
+    rows.progress.seen[layer] = rows.length
 
 
 def gather(rows: Rows, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -192,32 +214,42 @@ class _Live(Mapping[int, Value]):
 
 
 def _has_state(place: Place) -> bool:
-    return place.layer in place.rows.stateful
+    return place.rows.progress.advanced[place.layer] > 0
 
 
-def _read_conv(place: Place) -> torch.Tensor | None:
-    """What a decoding step asks for first: it is made sure here that its token finds room."""
-    if not _has_state(place):
-        return None
-    require_inference()
-    _enter(place, place.rows.count, 1)
-    return place.rows.read_state(place.layer, CONV)
-
-
-def _read_recurrent(place: Place) -> torch.Tensor | None:
+def _read(place: Place, part: int) -> torch.Tensor | None:
     if not _has_state(place):
         return None
     require_inference()
     place.rows.require(place.rows.count)
-    return place.rows.read_state(place.layer, RECURRENT)
+    return place.rows.read_state(place.layer, part)
+
+
+def _begin_step(place: Place, caller: FrameType) -> None:
+    """A state layer's forward, which is ``caller``, will read its state, if there is one, and may change it. What for,
+    it keeps to itself: how many rows and tokens it has is among its local variables. They are read, not changed."""
+    if _has_state(place):
+        require_inference()
+        inputs, tokens = (caller.f_locals.get(name) for name in (INPUTS, TOKENS))
+        tokens = tokens if isinstance(tokens, int) else None
+        _enter(place, len(inputs) if isinstance(inputs, torch.Tensor) else place.rows.count, tokens or 1)
+        place.rows.progress.ask(place.layer, tokens)
+
+
+def _begin_step_and_read(place: Place) -> torch.Tensor | None:
+    caller = sys._getframe(2)
+    if TOKENS in caller.f_locals:
+        _begin_step(place, caller)
+    return _read(place, CONV)
 
 
 def _enter(place: Place, count: int, tokens: int) -> None:
     """There are ``count`` rows, and room for ``tokens`` more of each."""
+    if place.is_ahead and place.model.paged:
+        require_in_place()
     place.rows.require(count)
-    # Padding that takes no memory is not known yet. At the beginning there is nothing that could get ahead.
-    if place.is_ahead and not (place.model.paged and place.rows.length == 0):
-        place.rows.foresee(tokens)
+    if place.is_ahead:
+        place.rows.foresee(tokens, place.model.paged)
 
 
 class StateLayer(_Together, LinearAttentionLayer):
@@ -234,12 +266,17 @@ class StateLayer(_Together, LinearAttentionLayer):
         self._place = place
         self._parts = next(layer.parts for layer in place.model.geometry.state_layers if layer.layer == place.layer)
         # None of these may know the layer itself: a cache that is gone has to be gone at once, and its memory free.
-        self.conv_states = _Live(partial(_read_conv, place))
+        read = partial(_read, place, CONV) if MODELS_ASK_THE_CACHE else partial(_begin_step_and_read, place)
+        self.conv_states = _Live(read)
         self.has_previous_state = self.is_conv_states_initialized = _Live(partial(_has_state, place))
         if len(self._parts) > RECURRENT:
-            self.recurrent_states = _Live(partial(_read_recurrent, place))
+            self.recurrent_states = _Live(partial(_read, place, RECURRENT))
             self.is_recurrent_states_initialized = self.has_previous_state
         self.conv_kernel_size[0] = self._parts[CONV].shape[-1]
+
+    def begin_step(self, caller: FrameType) -> None:
+        """The layer's forward, which is ``caller``, asks for its window."""
+        _begin_step(self._place, caller)
 
     def update_conv_state(
         self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **keywords: Any
@@ -247,6 +284,7 @@ class StateLayer(_Together, LinearAttentionLayer):
         """New inputs of the convolution, ``[rows, channels, tokens]``; keeps the last columns, returns the inputs
         behind what was kept before (at the beginning: zeros, where there are fewer than columns)."""
         rows, columns = self._place.rows, self._parts[CONV].shape[-1]
+        rows.progress.take_back(self._place.layer)
         self._check("convolution windows", conv_states, CONV, state_idx, conv_kernel_size or columns)
         _enter(self._place, conv_states.shape[0], conv_states.shape[-1])
         if self.has_previous_state[0]:
@@ -255,8 +293,8 @@ class StateLayer(_Together, LinearAttentionLayer):
         else:
             missing = max(columns - conv_states.shape[-1], 0)
             inputs = torch.nn.functional.pad(conv_states, (missing, 0)) if missing else conv_states
+        rows.progress.advance(self._place.layer, conv_states.shape[-1], halfway=len(self._parts) > RECURRENT)
         rows.write_state(self._place.layer, CONV, inputs[..., -columns:])
-        rows.stateful.add(self._place.layer)
         return inputs
 
     def update_recurrent_state(
@@ -266,6 +304,7 @@ class StateLayer(_Together, LinearAttentionLayer):
         self._check("recurrent states", recurrent_states, RECURRENT, state_idx)
         self._place.rows.require(recurrent_states.shape[0])
         self._place.rows.write_state(self._place.layer, RECURRENT, recurrent_states)
+        self._place.rows.progress.halfway = None
         return recurrent_states
 
     def _check(self, what: str, states: torch.Tensor, part: int, index: int, columns: int | None = None) -> None:

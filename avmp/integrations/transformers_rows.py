@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from avmp.device_batch import Batch
 from avmp.errors import Inconsistent, InvalidArgument, OutOfMemory, RowTooLong, Unsupported
 from avmp.handles import ID_MASK, NOTHING, Int64Array
 from avmp.integrations.transformers_arena import SharedArena, Staged
+from avmp.integrations.transformers_progress import Progress
 
 
 class Added(NamedTuple):
@@ -24,23 +26,25 @@ class Added(NamedTuple):
 
 
 class Rows:
-    """Rows come to life with the first forward. A step begins with the first attention layer that brings new tokens;
-    every attention layer brings the same ones.
+    """Rows come to life with the first forward. Every layer brings the same tokens; memory for them is made when the
+    first attention layer brings them.
 
-    ``length`` counts tokens as transformers does, padding included, and ``seen[layer]`` is how many of them a layer has
-    brought. With ``padding`` (bool ``[rows, length]``, True for padding; None where there is none) padding takes no
-    memory: the pool's sequences are shorter than ``length``. ``held`` are the handles of what the rows hold, by the
-    operation that lets go of it, ``stateful`` the layers that have a state, and ``unread`` is a layer whose attention
-    has to read its pages next.
+    ``length`` counts tokens as transformers does, padding included: those that there is memory for, which ``opener``,
+    an attention layer, made last; ``progress`` counts those of each layer. With ``padding`` (bool ``[rows, length]``,
+    True for padding; None where there is none) padding takes no memory: the pool's sequences are shorter than
+    ``length``. ``held`` are the handles of what the rows hold, by the operation that lets go of it, and ``unread`` is a
+    layer whose attention has to read its pages next.
     """
 
-    def __init__(self, arena: SharedArena, attention_layers: Iterable[int], evictable: bool) -> None:
+    def __init__(
+        self, arena: SharedArena, attention_layers: Iterable[int], state_layers: Iterable[int], evictable: bool
+    ) -> None:
         self.arena, self.pool, self.evictable = arena, arena.pool, evictable
         self.held = {"release": NOTHING, "discard": NOTHING, "drop": NOTHING}
-        self.seen = dict.fromkeys(attention_layers, 0)
+        self.progress = Progress(attention_layers, state_layers)
         self.length = self.used = 0
+        self.opener: int | None = None
         self.padding: torch.Tensor | None = None
-        self.stateful: set[int] = set()
         self.unread: int | None = None
         self.added = Added(0)
         self._batch: Batch | None = None
@@ -76,8 +80,9 @@ class Rows:
         are others, OutOfMemory."""
         if self.unread is not None:
             raise Inconsistent(
-                f"the attention of layer {self.unread} has not read its pages: this cache was made for a configuration "
-                "with attn_implementation='avmp', and the model that runs has another; make the cache from that model"
+                f"the attention of layer {self.unread} has not read its pages: either it was interrupted there (crop "
+                "the cache, or reset() it), or the cache was made for a configuration with "
+                "attn_implementation='avmp', and the model that runs has another (make the cache from that model)"
             )
         if self.count == 0:
             sequences = self.arena.run(self, "admit", [0] * count)
@@ -116,12 +121,15 @@ class Rows:
 
     def set_length(self, length: int) -> None:
         """So many tokens are left, the first ones; the pool's sequences have been cut to fit."""
-        self.length = length
-        self.seen = dict.fromkeys(self.seen, length)
+        self.length, self.opener = length, None
+        self.progress.set_length(length)
         self.padding = self.padding[:, :length] if self.padding is not None and length else None
-        if length == 0:
-            self.stateful.clear()
         self.forget_step()
+
+    def take_after(self, origin: Rows) -> None:
+        """As far as the rows that these are copies of; where their forward was interrupted, so was that of these."""
+        self.set_length(origin.length)
+        self.padding, self.opener, self.progress = origin.padding, origin.opener, copy.deepcopy(origin.progress)
 
     def stored(self, length: int) -> Int64Array:
         """How many of the first ``length`` tokens take memory, int64 ``[rows]``."""
@@ -132,45 +140,52 @@ class Rows:
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
-    def require_whole(self) -> None:
-        """Raises Inconsistent where the last forward brought its tokens to some of the attention layers only."""
-        behind = [layer for layer, seen in self.seen.items() if seen != self.length]
-        if behind:
-            raise Inconsistent(
-                f"the last forward did not come to attention layers {behind}: crop the cache to what it held before, "
-                "or reset() it"
-            )
+    def give_up(self) -> None:
+        """A forward has been refused. Rows that had no tokens before it are let go of."""
+        if self.progress.is_first:
+            self.reset()
 
     def begin(self, layer: int, count: int, tokens: int, mask: torch.Tensor | None = None, paged: bool = False) -> None:
-        """An attention layer brings ``tokens`` more of each row; the first one to do so makes room for them.
+        """An attention layer brings ``tokens`` more of each row; the first one to do so makes room for them, and
+        ``store`` follows.
 
         With ``paged``, padding takes no memory: ``mask`` ``[rows, tokens so far and these]`` is 0 where it is, None if
         there is none. Raises OutOfMemory, and Inconsistent where layers have brought different numbers of tokens.
         """
         self.require(count)
-        if self.seen[layer] != self.length:
-            if self.seen[layer] + tokens != self.length:
-                raise Inconsistent(
-                    f"attention layer {layer} brings {tokens} tokens behind {self.seen[layer]}, others have brought "
-                    f"{self.length} in all: reset() this cache"
-                )
+        self.progress.no_longer_asking()
+        before = self.progress.seen[layer]
+        if before != self.length and layer == self.opener:
+            self.progress.require_whole()  # it made room for these tokens before, and was interrupted there
+        self.progress.go_on(layer, before, tokens)
+        if before != self.length:
             return
-        self.require_whole()
+        self._require_readable(paged)
+        try:
+            added = self._added(tokens, mask) if paged else Added(tokens)
+        except (InvalidArgument, Unsupported):
+            self.give_up()
+            raise
+        self._make_room("run", added.counts)
+        self._batch = self._pages = None
+        self.added, self.padding, self.opener = added, added.padding, layer
+        self.length += tokens
+        self.progress.reach = self.length
+
+    def foresee(self, tokens: int, paged: bool) -> None:
+        """For a state layer in front of all attention layers: raises what ``begin`` would raise for so many tokens,
+        none of them padding, before a state has gone ahead of keys and values."""
+        self._require_readable(paged)
+        # Padding that takes no memory is not known yet. At the beginning there is nothing that could get ahead.
+        if not paged or self.length:
+            self._make_room("require", tokens)
+
+    def _require_readable(self, paged: bool) -> None:
         if self.padding is not None and not paged:
             raise Unsupported(
                 "attn_implementation='avmp' has left the padding out of this cache, which other attention cannot read; "
                 "go on with 'avmp', or reset() the cache"
             )
-        added = self._added(tokens, mask) if paged else Added(tokens)
-        self._make_room("run", added.counts)
-        self._batch = self._pages = None
-        self.added, self.padding = added, added.padding
-        self.length += tokens
-
-    def foresee(self, tokens: int) -> None:
-        """For a state layer in front of all attention layers: raises what ``begin`` would raise for so many tokens,
-        none of them padding, before a state has gone ahead of keys and values."""
-        self._make_room("require", tokens)
 
     def _make_room(self, how: str, counts: int | Int64Array) -> None:
         """Room for so many more tokens: ``how`` is ``"run"``, or ``"require"`` to make sure that there would be. Where
@@ -178,14 +193,14 @@ class Rows:
         total, most = int(np.broadcast_to(counts, self.count).sum()), self.pool.tables.max_tokens
         try:
             if total > most:
+                self.arena.require(self, "extend", self.sequences, counts)  # the tables are made for what may fit
                 raise InvalidArgument(
                     f"{total} tokens in one forward, the cache takes max_batch_tokens={most}: generate with "
                     "prefill_chunk_size, or make the cache with more"
                 )
             getattr(self.arena, how)(self, "extend", self.sequences, counts)
         except (InvalidArgument, OutOfMemory, RowTooLong):
-            if self.length == 0:
-                self.reset()
+            self.give_up()
             raise
 
     def _added(self, tokens: int, mask: torch.Tensor | None) -> Added:
