@@ -124,8 +124,9 @@ PREFILL: dict[str, tuple[Shape, dict[str, Any], tuple[int | None, ...]]] = {
 # gfx942 keeps the masks of a tile's keys in scalar registers, two for each key. Few keys leave enough of them; of these
 # heads, so few would be read in half vectors.
 SCALAR_SPILLS = {"prefill": {"e4m3": 16, "d 64, page 64": 16}, "decode": {"d 32": 24}}
-NARROW = ("fp32, e4m3",)
-"""Read in half vectors: wider tiles, or fewer warps, would spill."""
+VECTORS = {"fp32, e4m3": dict.fromkeys(("sm_86", "sm_90", "sm_100"), 64) | {"gfx942": 32}}
+"""Bits of an access to keys and values, where they are fewer than 128: a tile of 16 keys of one byte has so many for
+each thread of 8 warps. Wider tiles, or fewer warps, would spill."""
 
 
 def attention_arguments(shape: Shape, tiles: tuning.Tiles, changed: dict[str, Any]) -> dict[str, Any]:
@@ -139,20 +140,23 @@ def attention_arguments(shape: Shape, tiles: tuning.Tiles, changed: dict[str, An
     return arguments | changed
 
 
-def accesses(tiles: tuning.Tiles, sizes: tuning.Sizes, target: str) -> int:
-    """Of 16 bytes, that each thread reads a tile of keys and values with."""
-    return tiles.keys * sizes.key_bytes // (16 * tiles.warps * LANES[target])
+def accesses(tiles: tuning.Tiles, sizes: tuning.Sizes, target: str, vector: int) -> int:
+    """Of so many bits, that each thread reads a tile of keys and values with."""
+    return 8 * tiles.keys * sizes.key_bytes // (vector * tiles.warps * LANES[target])
 
 
 def reads(name: str, tiles_read: int, tiles: tuning.Tiles, sizes: tuning.Sizes, target: str) -> Limits:
-    """Limits for so many tiles that the code reads, loops taken once: all in 128 bits, and asynchronously on NVIDIA."""
-    wide = 0 if name in NARROW else tiles_read * accesses(tiles, sizes, target)
-    limits = Limits(wide_loads=wide, narrowest_load=32, narrowest_store=16)
+    """Limits for so many tiles that the code reads, loops taken once: all in 128 bits but for those of VECTORS, and
+    asynchronously on NVIDIA."""
+    vector = VECTORS[name][target] if name in VECTORS else 128
+    wide = tiles_read * accesses(tiles, sizes, target, vector)
+    limits = Limits(wide_loads=wide, vector=vector, narrowest_load=32, narrowest_store=16)
     return limits if DEVICES[target] == tuning.AMD else replace(limits, copies=wide)
 
 
 def decode_entries() -> Iterator[Entry]:
-    """Two tiles of keys and values in flight at least: two before the loop and one in it, all in 128 bits."""
+    """As many tiles of keys and values as there are stages, all but one of them before the loop, so that two are in
+    flight at least; AMD has two before it, whatever its stages."""
     kernel = "avmp.kernels.paged_attention:decode_kernel"
     for target, (name, (shape, changed, registers)) in ((t, item) for t in TARGETS for item in DECODE.items()):
         most = registers[TARGETS.index(target)]
@@ -162,7 +166,8 @@ def decode_entries() -> Iterator[Entry]:
         tiles = tuning.decode_tiles(shape.rows, sizes)
         arguments = attention_arguments(shape, tiles, changed) | {"LEAST_KEYS": tuning.LEAST_SPLIT_KEYS, "SPLITS": 8}
         arguments |= {"parts": "*fp32:16", "part_lse": "*fp32:16"}
-        limits = replace(reads(name, 3, tiles, sizes, target), registers=most)
+        tiles_read = 3 if DEVICES[target] == tuning.AMD else tiles.stages
+        limits = replace(reads(name, tiles_read, tiles, sizes, target), registers=most)
         if DEVICES[target] == tuning.AMD:
             limits = replace(limits, scalar_spills=SCALAR_SPILLS["decode"].get(name, 0))
         if shape.dtype != "fp32":
@@ -171,8 +176,8 @@ def decode_entries() -> Iterator[Entry]:
 
 
 def prefill_entries() -> Iterator[Entry]:
-    """Two loops, of tiles that need no mask and of the rest; all keys and values in 128 bits, one tile in flight at
-    least."""
+    """Two loops, of tiles that need no mask and of the rest, each with as many tiles as there are stages, so that one
+    is in flight at least; AMD has two, whatever its stages."""
     kernel = "avmp.kernels.paged_attention:prefill_kernel"
     for target, (name, (shape, changed, registers)) in ((t, item) for t in TARGETS for item in PREFILL.items()):
         most = registers[TARGETS.index(target)]
@@ -181,7 +186,8 @@ def prefill_entries() -> Iterator[Entry]:
         sizes = shape.sizes(changed, DEVICES[target])
         tiles = tuning.prefill_tiles(sizes)
         arguments = attention_arguments(shape, tiles, changed)
-        limits = replace(reads(name, 2 * 2, tiles, sizes, target), registers=most)
+        tiles_read = 2 * (2 if DEVICES[target] == tuning.AMD else tiles.stages)
+        limits = replace(reads(name, tiles_read, tiles, sizes, target), registers=most)
         if DEVICES[target] == tuning.AMD:
             limits = replace(limits, scalar_spills=SCALAR_SPILLS["prefill"].get(name, 0))
         if shape.dtype != "fp32":
@@ -189,9 +195,15 @@ def prefill_entries() -> Iterator[Entry]:
         yield Entry(f"prefill, {name}", kernel, arguments, tiles.options, limits, (target,))
 
 
+# Registers at most, in the order of TARGETS. vLLM's kernel takes 40, 32 and 32 for 16 parts.
+# - 16 on sm_100: 12 programs instead of 16 are resident, with 96 KiB of parts in flight, four times what hides the
+#   latency of memory.
+# - All parts that there are, for which there is no figure: 7 programs and more, with 32 KiB in flight each.
+MERGE = {16: (40, 32, 40, 24), tuning.MOST_SPLITS: (68, 68, 70, 56)}
+
+
 def merge_entries() -> Iterator[Entry]:
-    """The parts are read in 128 bits. vLLM's takes 40 registers for 16 parts on sm_86, 32 on others; the most parts
-    that there are leave room for as many warps as a multiprocessor holds programs of decode."""
+    """The parts are read in 128 bits."""
     arguments: dict[str, Any] = dict.fromkeys(("parts", "part_lse", "lse"), "*fp32:16")
     arguments |= {
         "out": "*bf16:16",
@@ -202,10 +214,13 @@ def merge_entries() -> Iterator[Entry]:
     }
     arguments |= {"out_token": "i32:16", "out_head": "i32:16"}
     kernel = "avmp.kernels.paged_attention:merge_kernel"
-    for splits, registers in ((16, 40), (tuning.MOST_SPLITS, 72)):
-        limits = Limits(wide_loads=splits // 8, narrowest_load=32, narrowest_store=16, registers=registers)
+    options = {"num_warps": tuning.MERGE_WARPS}
+    for splits, registers in MERGE.items():
         changed = {"HEADS": HEADS, "DIM_V": 128, "BLOCK_DIM_V": 128, "SPLITS": splits}
-        yield Entry(f"merge, {splits} splits", kernel, arguments | changed, {"num_warps": tuning.MERGE_WARPS}, limits)
+        limits = Limits(wide_loads=splits // 8, narrowest_load=32, narrowest_store=16)
+        for target, most in zip(TARGETS, registers, strict=True):
+            kept = replace(limits, registers=most)
+            yield Entry(f"merge, {splits} splits", kernel, arguments | changed, options, kept, (target,))
 
 
 def attention_entries() -> Iterator[Entry]:
@@ -236,23 +251,35 @@ def kv_arguments(cache: str, form: int, stride: str, hint: int) -> dict[str, Any
     return arguments | {"HINT_K": hint, "HINT_V": hint}
 
 
+# Registers at most, in the order of TARGETS: plain, and through fp8. vLLM's kernel takes 20, 18 and 16 to write plain,
+# and 18 through fp8 on sm_90, which converts by hardware; it has no figure for gathering.
+# - Plain: a thread has 32 bytes of keys and 32 of values under way, vLLM's 8 of each. With half as many this kernel
+#   takes 32 and 26, for nothing: up to 40 registers on sm_86, and up to 32 on sm_90 and sm_100, all programs that fit
+#   by their warps are resident.
+# - Writing through fp8: arithmetic converts, so that every target does it alike, in fp32. On sm_90 and sm_100 12
+#   programs of 16 are resident, with 96 KiB in flight; an H200's memory needs 25.
+# - gfx942: up to 64 registers all programs are resident.
+KV_WRITE = {"plain": (40, 32, 32, 36), "fp8": (40, 40, 40, 44)}
+KV_GATHER = {"plain": (40, 32, 32, 30), "fp8": (40, 32, 32, 42)}
+
+
 def kv_entries() -> Iterator[Entry]:
     """Plain, and through fp8, which every target encodes and decodes alike. Keys and values move in 128 bits; ids are
-    read one by one. vLLM's kernel writes with 16 to 20 registers, 8 bytes of keys and of values per thread, a quarter
-    of what one of these has under way."""
-    limits = Limits(narrowest_load=32, narrowest_store=128, registers=48, shared=4096)
-    for target in TARGETS:
+    read one by one."""
+    limits = Limits(narrowest_load=32, narrowest_store=128, shared=4096)
+    for place, target in enumerate(TARGETS):
         options = {"num_warps": tuning.kv_warps(DEVICES[target])}
         for name, (cache, form, stride, hint) in KV_CACHES.items():
             arguments = kv_arguments(cache, form, stride, hint)
             plain, packed = 4, 2 if form else 4
+            kind = "fp8" if form else "plain"
             writing = arguments | {"key": "*bf16:16", "value": "*bf16:16", "slot_mapping": "*i64", "count": "i32"}
             writing |= dict.fromkeys(("key_token", "key_head", "value_token", "value_head"), stride)
             writing |= {"HINT_KEY": hint, "HINT_VALUE": hint}
-            kept = replace(limits, wide_loads=plain, wide_stores=packed)
+            kept = replace(limits, wide_loads=plain, wide_stores=packed, registers=KV_WRITE[kind][place])
             yield Entry(f"write_kv, {name}", "avmp.kernels.kv:write_kv_kernel", writing, options, kept, (target,))
             reading = arguments | {"key_out": "*bf16:16", "value_out": "*bf16:16"}
             reading |= {"block_table": "*i32", "seq_lens": "*i32", "starts": None, "cu_seq_lens": "*i32"}
             reading |= dict.fromkeys(("rows", "total", "longest", "tiles", "table_row"), "i32")
-            kept = replace(limits, wide_loads=packed, wide_stores=plain)
+            kept = replace(limits, wide_loads=packed, wide_stores=plain, registers=KV_GATHER[kind][place])
             yield Entry(f"gather_kv, {name}", "avmp.kernels.kv:gather_kv_kernel", reading, options, kept, (target,))

@@ -14,10 +14,10 @@ from bench.offline import TARGETS
 class Limits:
     """What a row has to keep to; nothing may spill to memory, and one program must fit, whatever else holds.
 
-    ``wide_loads`` and ``wide_stores``: at least so many accesses to global memory of 128 bits, asynchronous ones
+    ``wide_loads`` and ``wide_stores``: at least so many accesses to global memory of ``vector`` bits, asynchronous ones
     included; ``narrowest_load`` and ``narrowest_store``: no access of fewer bits; ``copies``: at least so many
-    asynchronous loads, all of them of 128 bits; ``registers``, ``shared`` and ``scalar_spills``: at most; ``matrix``:
-    at least so many matrix instructions, all of them of the ``unit`` whose names begin so.
+    asynchronous loads, all of them of ``vector`` bits; ``registers``, ``shared`` and ``scalar_spills``: at most;
+    ``matrix``: at least so many matrix instructions, all of them of the ``unit`` whose names begin so.
     """
 
     wide_loads: int = 0
@@ -25,6 +25,7 @@ class Limits:
     narrowest_load: int = 8
     narrowest_store: int = 8
     copies: int = 0
+    vector: int = 128
     registers: int | None = None
     shared: int | None = None
     scalar_spills: int = 0
@@ -55,11 +56,11 @@ def complaints(row: dict[str, Any], limits: Limits, slack: float = 1.0) -> list[
     for what, accesses, least, narrowest in (
         ("loads", loads, limits.wide_loads, limits.narrowest_load),
         ("stores", stores, limits.wide_stores, limits.narrowest_store),
-        ("copies", copies, limits.copies, 128 if limits.copies else 0),
+        ("copies", copies, limits.copies, limits.vector if limits.copies else 0),
     ):
-        wide = sum(number for bits, number in accesses if bits >= 128)
+        wide = sum(number for bits, number in accesses if bits >= limits.vector)
         if wide < least:
-            found.append(f"{wide} {what} of 128 bits, expected {least}")
+            found.append(f"{wide} {what} of {limits.vector} bits, expected {least}")
         found += [f"{number} {what} of {bits} bits" for bits, number in accesses if bits < narrowest]
     for what in ("registers", "shared", "scalar_spills"):
         most = getattr(limits, what)

@@ -2,6 +2,8 @@
 
 Programs on axis 0 walk over the places of all rows, one place behind each row included, and each leaves the least bad
 place that it has met: the least of these is the same in any order of programs. Nothing is counted, no atomics.
+
+Floor: each id that a length makes valid is read once, 4 bytes, and 4 more of its entry in a page or slot table.
 """
 
 from __future__ import annotations

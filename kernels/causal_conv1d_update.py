@@ -5,8 +5,12 @@ in registers. That of the row's first tokens has the state to itself: it reads t
 those of later tokens find their window in ``x``. Every channel has one thread, which alone reads and writes its
 columns; a barrier stands between reading and writing nevertheless, since the layouts are the compiler's choice.
 
-Floor: a step of one token reads and writes ``rows * dim * state_len`` elements of state each way, and is bound by its
-launch. Accesses are 16 bytes wide where channels lie side by side, in ``x`` as in the state.
+The operation is ``causal_conv1d_update`` of https://github.com/Dao-AILab/causal-conv1d; rows of several tokens, what is
+accepted of them, and null slots are as in https://github.com/vllm-project/vllm. How programs share it is our own.
+
+Floor: a step of one token reads and writes ``2 * rows * dim * state_len * itemsize`` bytes of state, and of ``x`` and
+``out`` together ``2 * rows * dim * itemsize``; it is bound by its launch. Accesses are 16 bytes wide where channels lie
+side by side, in ``x`` as in the state.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The interpreter of triton 3.6 to 3.9 keeps bfloat16 as uint16 and does integer arithmetic on the bit patterns, cuts off
 where it should round to bfloat16, and rounds float8 wrongly. Here bfloat16 goes through float32 and back, rounded to
 nearest even, and float8 goes through torch, saturating as the hardware does. In 3.9, a comparison of scalars is no
-valid mask; here it is.
+valid mask; here it is. In 3.6, numpy 2.4 and later refuse the conversion by which a scalar becomes a bound of a loop.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ def install() -> None:
         correct_conversions()
         correct_products()
         correct_reductions()
+        correct_indices()
 
 
 def rounded(data: np.ndarray) -> TensorHandle:
@@ -186,3 +187,14 @@ def narrowed(result: Any) -> Any:
     handle = rounded(result.handle.data)
     shape = getattr(result.type, "shape", ())
     return tl.core.tensor(handle, tl.block_type(tl.bfloat16, list(shape)) if len(shape) else tl.bfloat16)
+
+
+def correct_indices() -> None:
+    """Scalars are arrays of one element, of which numpy makes a Python integer only where it is asked for the item."""
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch

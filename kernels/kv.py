@@ -3,6 +3,14 @@
 One launch takes keys and values. A program owns a tile of (token, head) pairs by head_dim: with few heads it takes many
 tokens, with many heads a few, and every access is a vector of 16 bytes along head_dim. Ids are tested before they are
 divided or used as an index, after translation once more, and widened to int64 before they are multiplied.
+
+Writing does what ``reshape_and_cache_flash`` of https://github.com/vllm-project/vllm does, gathering what its
+``gather_and_maybe_dequant_cache`` does; page tables, null pages, free strides and the division into tiles are our own.
+
+Floor: each of ``tokens * kv_heads * (head_dim + head_dim_v)`` elements is read once, in the itemsize that it has, and
+written once, in that which it gets. Beside them, writing reads 4 or 8 bytes of place per token, gathering 4 bytes of id
+per page and KV head, and both 4 more with a page table. No arithmetic but that of fp8: bound by memory, and a step of
+few tokens by its launch.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Words of a device table overwritten: the page tables and the tables of a step, brought up to date in one launch.
 
+After no other kernel: places and words are one list, packed on the host, and each word is one masked store.
+
 Floor: 8 bytes read and 4 written per change; scattered, so that each write touches 32 bytes of memory.
 """
 

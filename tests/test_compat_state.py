@@ -11,14 +11,20 @@ from avmp.backends import use_backend
 from avmp.compat import causal_conv1d, mamba_ssm, vllm
 from avmp.errors import InvalidArgument, Unsupported
 from tests.compat_problems import assert_near
+from tests.triton_interpreter import ORDERS, program_order
 
 SLOTS, HEADS, DIM, DSTATE = 9, 4, 8, 16
 
 
-@pytest.fixture(params=["torch", "triton"])
+WAYS = {"torch": ("torch", "forward"), **{f"triton {order}": ("triton", order) for order in ORDERS}}
+
+
+@pytest.fixture(params=WAYS)
 def backend(request: pytest.FixtureRequest, interpreter: None) -> Iterator[str]:
-    with use_backend(request.param):
-        yield request.param
+    """For calls that write: by Triton in every order of programs."""
+    name, order = WAYS[request.param]
+    with use_backend(name), program_order(order, seed=1):
+        yield name
 
 
 class Scan:

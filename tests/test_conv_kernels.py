@@ -1,6 +1,7 @@
 """The causal convolution before state-space layers: kernel and reference against float64, features in pairs, and
 against a line of tokens that keeps everything."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -246,6 +247,13 @@ def check(module: str, problem: Problem) -> None:
         assert same_bytes(state[slot], expected), slot
 
 
+def check_both(problem: Problem, turn: int) -> None:
+    """Kernel and reference; the kernel's programs in another order from turn to turn."""
+    with triton_interpreter.program_order(triton_interpreter.ORDERS[turn % 3], seed=turn):
+        check("kernels", problem)
+    check("reference", problem)
+
+
 FACTORS: Factors = {
     "dim": ({"dim": 24}, {"dim": 37}),
     "width": tuple({"width": width} for width in (4, 2, 3, 5)),
@@ -290,8 +298,9 @@ CASES = list(pairwise(FACTORS, 0))
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_features_in_pairs(number):
     problem = make_problem(shape_of(dict(CASES[number])), seed=number)
-    with triton_interpreter.program_order(triton_interpreter.ORDERS[number % 3], seed=number):
-        check("kernels", problem)
+    for order in triton_interpreter.ORDERS:
+        with triton_interpreter.program_order(order, seed=number):
+            check("kernels", problem)
     check("reference", problem)
 
 
@@ -631,18 +640,15 @@ def test_what_does_not_fit_is_refused_before_anything_changes(module):
 def test_other_pairs(seed):
     for number, case in enumerate(pairwise(FACTORS, seed)):
         problem = make_problem(shape_of(case), seed=1000 * seed + number)
-        for module in MODULES:
-            check(module, problem)
+        check_both(problem, seed + number)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [2, 3, 4, 5])
 @pytest.mark.parametrize("order", ["channels first", "columns first"])
 def test_every_size(width, order):
-    for longer in range(9):
-        for types in (("fp32", "bf16", "fp32"), ("bf16", "bf16", "bf16")):
-            for rows in ({}, {"rows": "ragged", "counts": (70, 1, 12, 0), "padding": 1}):
-                shape = Shape(dim=300, width=width, longer=longer, order=order, types=types, activation="silu", **rows)
-                problem = make_problem(shape)
-                for module in MODULES:
-                    check(module, problem)
+    kinds = ({"types": types} for types in (("fp32", "bf16", "fp32"), ("bf16", "bf16", "bf16")))
+    rows = ({}, {"rows": "ragged", "counts": (70, 1, 12, 0), "padding": 1})
+    for turn, (longer, types, counts) in enumerate(itertools.product(range(9), kinds, rows)):
+        shape = Shape(dim=300, width=width, longer=longer, order=order, activation="silu", **types, **counts)
+        check_both(make_problem(shape), width + turn)

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from avmp.errors import InvalidArgument, Unsupported
 from avmp.kernels import fp8, fp8_formats, kv, kv_reference
+from tests import triton_interpreter
 from tests.attention_problems import FP8, arena_pages
 
 pytestmark = pytest.mark.usefixtures("interpreter", "one_thread")
@@ -71,6 +72,25 @@ class Pools:
         return list(wide.to(dtype).split([*self.dims, 8], dim=2)[:2])
 
 
+BOTH = pytest.mark.parametrize(
+    ("module", "program_order"),
+    [(kv_reference, "forward"), *((kv, order) for order in triton_interpreter.ORDERS)],
+    indirect=["program_order"],
+    ids=["torch", *(f"triton {order}" for order in triton_interpreter.ORDERS)],
+)
+
+
+@pytest.fixture
+def several_programs(monkeypatch):
+    monkeypatch.setattr(kv.tuning, "KV_TILE_INTERPRETED", 2048)
+
+
+def scales_of(scale: str | None, g: torch.Generator) -> dict[str, torch.Tensor]:
+    """For keys and values, of the tensor or of each head."""
+    size = (HEADS,) if scale == "head" else ()
+    return {f"{name}_scale": torch.rand(size, generator=g) + 0.5 for name in ("key", "value")} if scale else {}
+
+
 @pytest.mark.parametrize(
     ("dtype", "cache", "scale", "page", "dims", "order", "virtual"),
     [
@@ -87,14 +107,150 @@ def test_writing_is_bit_equal_in_any_order(program_order, monkeypatch, dtype, ca
     pools = Pools(FP8[cache] if cache else DTYPES[dtype], page, dims, order, virtual)
     slots = pools.slots(min(40, PAGES * page), 1)
     key, value = pools.new(len(slots) + 2, DTYPES[dtype])
-    size = () if scale == "tensor" else (HEADS,)
-    scales = {f"{name}_scale": torch.rand(size, generator=pools.g) + 0.5 for name in ("key", "value")} if scale else {}
-    table = pools.page_table if virtual else None
+    scales, table = scales_of(scale, pools.g), pools.page_table if virtual else None
     before = storage(pools.caches[0]).clone()
     kv.write_kv(key, value, *pools.caches, slots, page_table=table, **scales)
     kv_reference.write_kv(key, value, *pools.expected, slots, page_table=table, **scales)
     assert torch.equal(storage(pools.caches[0]), storage(pools.expected[0]))
     assert not torch.equal(storage(pools.caches[0]), before)
+
+
+# -- virtual ids, and pages that have moved --------------------------------------------------------------------------
+
+STORED = pytest.mark.parametrize(
+    ("cache", "scale", "order"),
+    [(torch.bfloat16, None, "NHD"), (torch.float8_e4m3fn, "head", "HND"), (torch.float8_e5m2, "tensor", "NHD")],
+    ids=["bf16", "e4m3", "e5m2"],
+)
+
+
+def tables_of(g: torch.Generator) -> list[torch.Tensor]:
+    """Two page tables that put pages at different places; the same virtual ids are null in both, for every reason."""
+    places = [torch.randperm(PAGES - 1, generator=g) + 1 for _ in range(2)]
+    tables = [torch.cat([torch.zeros(1), order, torch.full((8,), 2)]).int()[:PAGES] for order in places]
+    for table in tables:  # behind whose end there is more to find
+        table[3], table[5], table[6] = 0, -2, PAGES + 1
+    return tables
+
+
+def translated(ids: list[int], table: torch.Tensor) -> list[int]:
+    """Physical pages, one after the other; -1 for null ones."""
+    pages = [int(table[i]) if 1 <= i < len(table) else -1 for i in ids]
+    return [page if 1 <= page < PAGES else -1 for page in pages]
+
+
+@STORED
+@BOTH
+def test_where_pages_lie_changes_no_bit_of_what_is_written(
+    several_programs, program_order, module, cache, scale, order
+):
+    """Virtual places do what the physical ones do that the table says, wherever it says they are."""
+    pools = Pools(cache, 8, (32, 16), order, True)
+    slots = pools.slots(PAGES * 8, 1)
+    key, value = pools.new(len(slots), torch.bfloat16)
+    scales, seen = scales_of(scale, pools.g), []
+    for table in tables_of(pools.g):
+        one, other = (Pools(cache, 8, (32, 16), order, True).caches for _ in range(2))
+        module.write_kv(key, value, *one, slots, page_table=table, **scales)
+        pages = translated([slot // 8 for slot in slots.tolist()], table)
+        places = [-1 if page < 0 else page * 8 + slot % 8 for page, slot in zip(pages, slots.tolist(), strict=True)]
+        module.write_kv(key, value, *other, torch.tensor(places), **scales)
+        assert torch.equal(storage(one[0]), storage(other[0]))
+        bound = [page for page in translated(list(range(PAGES)), table) if page > 0]
+        seen.append([bits(part[bound]) for part in one])
+    assert all(torch.equal(*parts) for parts in zip(*seen, strict=True))
+    assert not (seen[0][0] == 0xFF).all()
+
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["dense", "ragged"])
+@STORED
+@BOTH
+def test_where_pages_lie_changes_no_bit_of_what_is_gathered(
+    several_programs, program_order, module, cache, scale, order, ragged
+):
+    """Virtual ids give what the physical ones give that the table says; so do the same pages elsewhere."""
+    g = torch.Generator().manual_seed(1)
+    rows = [[1, 3, 2, 8], [PAGES, 4, -1, 7], [0, 5, 6, 2**30]]
+    lens, arguments = torch.tensor([27, 32, 20]).int(), dict(max_seq_len=33, dtype=torch.float32 if scale else None)
+    arguments |= scales_of(scale, g)
+    if ragged:
+        arguments |= dict(cu_seq_lens=torch.tensor([0, *lens.cumsum(0)]).int(), num_tokens=int(lens.sum()) + 5)
+    content = [torch.randn(PAGES, 8, HEADS, dim, generator=g).to(cache) for dim in (32, 16)]
+    seen = []
+    for table in tables_of(g):
+        caches = Pools(cache, 8, (32, 16), order, True).caches
+        for part, values in zip(caches, content, strict=True):
+            for virtual, page in enumerate(translated(list(range(PAGES)), table)):
+                if page > 0:
+                    part[page] = values[virtual]
+        found = module.gather_kv(*caches, torch.tensor(rows).int(), lens, page_table=table, **arguments)
+        pages = torch.tensor([translated(row, table) for row in rows]).int()
+        direct = module.gather_kv(*caches, pages, lens, **arguments)
+        assert all(torch.equal(bits(one), bits(other)) for one, other in zip(found, direct, strict=True))
+        seen.append(found)
+    assert all(torch.equal(bits(one), bits(other)) for one, other in zip(*seen, strict=True))
+    assert all(part.isfinite().all() and part.any() for part in seen[0])
+
+
+# -- one value after the other ---------------------------------------------------------------------------------------
+
+ROUNDED = [(torch.float32, None), *itertools.product(FP8.values(), (None, "tensor", "head"))]
+
+
+def scale_at(scales: dict[str, torch.Tensor], name: str, head: int) -> torch.Tensor:
+    scale = scales.get(f"{name}_scale", torch.tensor(1.0))
+    return scale[head] if scale.dim() else scale
+
+
+@pytest.mark.parametrize(("cache", "scale"), ROUNDED, ids=str)
+@BOTH
+def test_each_value_is_written_where_and_as_the_rule_says(several_programs, program_order, module, cache, scale):
+    pools = Pools(cache, 4, (16, 24), "NHD", True)
+    slots, table = pools.slots(PAGES * 4, 1), pools.page_table
+    new, scales = pools.new(len(slots), torch.float32), scales_of(scale, pools.g)
+    module.write_kv(*new, *pools.caches, slots, page_table=table, **scales)
+    largest = torch.finfo(cache).max
+    for token, slot in enumerate(slots.tolist()):
+        page = translated([slot // 4], table)[0]
+        for name, values, part in zip(("key", "value"), new, pools.expected, strict=True):
+            for head in range(HEADS if page > 0 else 0):
+                quotient = values[token, head] / scale_at(scales, name, head)
+                rounded = quotient if cache == torch.float32 else quotient.clamp(-largest, largest).to(cache)
+                part[page, slot % 4, head] = rounded
+    assert torch.equal(storage(pools.caches[0]), storage(pools.expected[0]))
+
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["dense", "ragged"])
+@pytest.mark.parametrize(("cache", "scale"), ROUNDED, ids=str)
+@BOTH
+def test_each_value_is_gathered_from_where_and_as_the_rule_says(
+    several_programs, program_order, module, cache, scale, ragged
+):
+    pools = Pools(cache, 4, (16, 24), "HND", True)
+    for part in pools.caches:
+        part.copy_(torch.randn(part.shape, generator=pools.g).to(cache))
+    table, scales = pools.page_table, scales_of(scale, pools.g)
+    rows, lens, starts = [[1, 4, 2], [8, -1, 3], [0, PAGES, 7], [6, 6, 6]], [9, 5, 8, 0], [2, 0, 3, 1]
+    sums, dtype = [0, *itertools.accumulate(lens)], torch.float32 if cache == torch.float32 else torch.float16
+    shape = (sums[-1] + 2,) if ragged else (len(rows), max(lens) + 1)
+    arguments = dict(cu_seq_lens=torch.tensor(sums).int(), num_tokens=shape[0]) if ragged else {}
+    found = module.gather_kv(
+        *pools.caches, torch.tensor(rows).int(), torch.tensor(lens).int(), max_seq_len=max(lens) + 1, page_table=table,
+        starts=torch.tensor(starts).int(), dtype=dtype, **scales, **arguments,
+    )  # fmt: skip
+    for name, part, out in zip(("key", "value"), pools.caches, found, strict=True):
+        expected = torch.zeros(*shape, HEADS, part.shape[3], dtype=dtype)
+        for row, ids in enumerate(rows):
+            for token in range(lens[row]):
+                column, inside = divmod(starts[row] + token, 4)
+                page = translated([ids[column]], table)[0]
+                for head in range(HEADS if page > 0 else 0):
+                    values = part[page, inside, head].float() * scale_at(scales, name, head)
+                    expected[sums[row] + token if ragged else (row, token)][head] = values.to(dtype)
+        assert torch.equal(bits(out), bits(expected)) and out.any()
+
+
+# -- edges -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("module", [kv, kv_reference])
@@ -139,8 +295,7 @@ def test_gathering_is_bit_equal_in_any_order(
     arguments["page_table"] = pools.page_table if virtual else None
     if offset:
         arguments["starts"] = torch.tensor([1, 0, page - 1, 0], dtype=torch.int32)
-    if scale:
-        arguments |= {f"{name}_scale": torch.rand(HEADS, generator=pools.g) for name in ("key", "value")}
+    arguments |= scales_of(scale, pools.g)
     if ragged:
         arguments["cu_seq_lens"] = torch.tensor([0, *lens.cumsum(0)], dtype=torch.int32)
         arguments["num_tokens"] = int(lens.sum()) + 70
@@ -275,31 +430,40 @@ def test_a_pool_beyond_four_gigabytes(repository):
     subprocess.run([sys.executable, "-c", FAR], check=True, env=environment, cwd=repository, timeout=120)
 
 
+GRID = itertools.product(
+    ("bf16", "fp16", "fp32"),
+    (1, 2, 16, 24, 48, 64),
+    ((16, 16), (80, 112), (128, 64), (256, 192)),
+    ("NHD", "HND"),
+    (False, True),
+    (None, "e4m3", "e5m2"),
+)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "cache", "page", "dims", "order", "virtual"),
-    list(
-        itertools.product(
-            ("bf16", "fp16", "fp32"),
-            (None, "e4m3", "e5m2"),
-            (1, 2, 16, 24, 48, 64),
-            ((16, 16), (80, 112), (128, 64), (256, 192)),
-            ("NHD", "HND"),
-            (False, True),
-        )
-    ),
+    ("dtype", "page", "dims", "order", "virtual", "cache", "turn"), [(*case, turn) for turn, case in enumerate(GRID)]
 )
-def test_every_shape_is_written_and_read_back(dtype, cache, page, dims, order, virtual):
+def test_every_shape_is_written_and_read_back(monkeypatch, dtype, page, dims, order, virtual, cache, turn):
+    """The bytes, and of fp8 the values, with every kind of scale in turn and in every order of programs in turn."""
+    monkeypatch.setattr(kv.tuning, "KV_TILE_INTERPRETED", 128 * triton.next_power_of_2(max(dims)))
     pools = Pools(FP8[cache] if cache else DTYPES[dtype], page, dims, order, virtual)
-    slots = pools.slots(min(30, PAGES * page), 1)
+    slots = pools.slots(min(60, PAGES * page), 1)
     key, value = pools.new(len(slots), DTYPES[dtype])
+    scales = scales_of((None, "tensor", "head")[turn // 3 % 3], pools.g) if cache else {}
     table = pools.page_table if virtual else None
-    kv.write_kv(key, value, *pools.caches, slots, page_table=table)
-    kv_reference.write_kv(key, value, *pools.expected, slots, page_table=table)
-    assert torch.equal(storage(pools.caches[0]), storage(pools.expected[0]))
-    rows = torch.arange(PAGES, dtype=torch.int32)[None]
-    arguments = dict(max_seq_len=PAGES * page, page_table=table)
-    lens = torch.tensor([PAGES * page], dtype=torch.int32)
-    found = kv.gather_kv(*pools.caches, rows, lens, **arguments)
-    for mine, theirs in zip(found, kv_reference.gather_kv(*pools.expected, rows, lens, **arguments), strict=True):
-        assert torch.equal(bits(mine), bits(theirs))
+    rows, lens = torch.arange(PAGES, dtype=torch.int32)[None], torch.tensor([PAGES * page], dtype=torch.int32)
+    with triton_interpreter.program_order(triton_interpreter.ORDERS[turn // 9 % 3], seed=turn):
+        kv.write_kv(key, value, *pools.caches, slots, page_table=table, **scales)
+        kv_reference.write_kv(key, value, *pools.expected, slots, page_table=table, **scales)
+        assert torch.equal(storage(pools.caches[0]), storage(pools.expected[0]))
+        for given in ({}, {"dtype": DTYPES[dtype], **scales})[: 2 if cache else 1]:
+            arguments = dict(max_seq_len=PAGES * page, page_table=table, **given)
+            found = kv.gather_kv(*pools.caches, rows, lens, **arguments)
+            expected = kv_reference.gather_kv(*pools.expected, rows, lens, **arguments)
+            for mine, theirs in zip(found, expected, strict=True):
+                assert mine.dtype == theirs.dtype
+                if given:  # which NaN stands for one of fp8 is nobody's promise
+                    assert torch.equal(mine.isnan(), theirs.isnan())
+                    mine, theirs = mine.nan_to_num(), theirs.nan_to_num()
+                assert torch.equal(bits(mine), bits(theirs))

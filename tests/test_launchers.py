@@ -1,4 +1,5 @@
-"""What holds for every launcher: the device guard, no compilation for a count, and who is chosen to run."""
+"""What holds for every launcher: the device guard, what no kernel uses, what each says of itself, no compilation for a
+count, and who is chosen to run."""
 
 import ast
 import subprocess
@@ -83,6 +84,83 @@ def test_no_launch_stands_outside_the_device_guard(repository: Path) -> None:
 )
 def test_a_launch_outside_the_guard_is_found(source: str, lines: list[int]) -> None:
     assert unguarded(source) == lines
+
+
+# -- what no kernel uses ---------------------------------------------------------------------------------------------
+
+
+REFUSED = {
+    "make_block_ptr",  # not to be had from triton 3.9 on
+    "make_tensor_descriptor",  # wants an allocator of scratch memory, one for the whole process
+    "TensorDescriptor",
+    "autotune",  # a search while serving
+    "Autotuner",
+    "heuristics",  # parameters are chosen in one place
+    "Heuristics",
+}
+
+
+def refused(source: str) -> list[tuple[int, str]]:
+    """Lines that name what no kernel uses, and the name, however it is imported or called."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {(node.lineno, part) for alias in node.names for part in alias.name.split(".")}
+        elif isinstance(node, ast.Attribute):
+            found.add((node.lineno, node.attr))
+        elif isinstance(node, ast.Name):
+            found.add((node.lineno, node.id))
+    return sorted((line, name) for line, name in found if name in REFUSED)
+
+
+def test_no_kernel_uses_block_pointers_descriptors_or_a_search(repository: Path) -> None:
+    sources = {file.name: file.read_text() for file in (repository / "kernels").glob("*.py")}
+    assert sum("triton.jit" in source for source in sources.values()) > 2
+    assert {name: refused(source) for name, source in sources.items() if refused(source)} == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("@triton.autotune([], [])\n@triton.jit\ndef f(): pass", [(1, "autotune")]),
+        ("@triton.jit\n@triton.heuristics({})\ndef f(): pass", [(2, "heuristics")]),
+        ("from triton import autotune as search", [(1, "autotune")]),
+        ("def f(x):\n    p = tl.make_block_ptr(x)", [(2, "make_block_ptr")]),
+        ("def f(x):\n    p = tl.make_tensor_descriptor(x)", [(2, "make_tensor_descriptor")]),
+        ("from triton.tools.tensor_descriptor import TensorDescriptor", [(1, "TensorDescriptor")]),
+        ("d = tensor_descriptor.TensorDescriptor.from_tensor(x, [1])", [(1, "TensorDescriptor")]),
+        ("def f(x):\n    'No autotune.'\n    tl.load(x)", []),
+    ],
+)
+def test_a_block_pointer_a_descriptor_or_a_search_is_found(source: str, found: list[tuple[int, str]]) -> None:
+    assert refused(source) == found
+
+
+# -- what each says of itself ----------------------------------------------------------------------------------------
+
+
+def lacks_floor(source: str) -> bool:
+    """Whether a module launches kernels and does not say what they have to move at least."""
+    return bool(Launches(source).launches) and "Floor" not in (ast.get_docstring(ast.parse(source)) or "")
+
+
+def test_every_module_that_launches_states_its_floor(repository: Path) -> None:
+    sources = {file.name: file.read_text() for file in (repository / "kernels").glob("*.py")}
+    assert {name for name, source in sources.items() if lacks_floor(source)} == set()
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("'Floor: 4 bytes.'\nkernel[(1,)](x)", False),
+        ("'Words.'\nkernel[(1,)](x)", True),
+        ("'Words.'\ndef f():\n    'Floor: 4 bytes.'\n    kernel[(1,)](x)", True),
+        ("kernel[(1,)](x)", True),
+        ("'Words.'\ntable[1].copy_(x)", False),
+    ],
+)
+def test_a_launch_without_a_floor_is_found(source: str, found: bool) -> None:
+    assert lacks_floor(source) == found
 
 
 # -- compilations ----------------------------------------------------------------------------------------------------

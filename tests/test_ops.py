@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import math
 import threading
@@ -654,6 +655,16 @@ def test_physical_ids_begin_at_0_and_virtual_ones_at_1_unless_it_is_said() -> No
     lanes = torch.ones(1, 768, dtype=torch.uint8)
     avmp.zero_units(lanes, 256, torch.tensor([0, 1]), page_table=torch.tensor([2, 1], dtype=torch.int32))
     assert lanes.view(3, 256).any(1).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("operation", backends.MODULES)
+def test_both_implementations_have_one_signature(operation: str) -> None:
+    """Names, order, kinds and defaults; no kernel takes a parameter of its own."""
+    reference, kernel = (
+        [(p.name, p.kind, p.default) for p in inspect.signature(backends.load(operation, name)).parameters.values()]
+        for name in ("torch", "triton")
+    )
+    assert reference == kernel
 
 
 def test_a_backend_that_cannot_be_imported_is_not_advised_against_itself(monkeypatch: pytest.MonkeyPatch) -> None:

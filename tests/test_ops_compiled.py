@@ -35,7 +35,7 @@ from tests.op_calls import (
     watch_backends,
 )
 
-UTILITIES = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
 @pytest.fixture(autouse=True)

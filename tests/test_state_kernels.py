@@ -1,6 +1,7 @@
 """The recurrence of state-space layers: kernel and reference against float64, features in pairs, and what must not
 change a bit."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -293,6 +294,13 @@ def check(module: str, problem: Problem) -> None:
         assert storage(intermediate).view(intermediate.dtype).isnan().all()
 
 
+def check_both(problem: Problem, turn: int) -> None:
+    """Kernel and reference; the kernel's programs in another order from turn to turn."""
+    with triton_interpreter.program_order(triton_interpreter.ORDERS[turn % 3], seed=turn):
+        check("kernels", problem)
+    check("reference", problem)
+
+
 FACTORS: Factors = {
     "shape": (
         {"heads": 2, "dim": 8, "dstate": 16},
@@ -337,8 +345,9 @@ CASES = list(pairwise(FACTORS, 0))
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_features_in_pairs(number):
     problem = make_problem(shape_of(dict(CASES[number])), seed=number)
-    with triton_interpreter.program_order(triton_interpreter.ORDERS[number % 3], seed=number):
-        check("kernels", problem)
+    for order in triton_interpreter.ORDERS:
+        with triton_interpreter.program_order(order, seed=number):
+            check("kernels", problem)
     check("reference", problem)
 
 
@@ -656,16 +665,14 @@ def test_every_size_has_a_tile_that_its_threads_share_without_overlap():
 def test_other_pairs(seed):
     for number, case in enumerate(pairwise(FACTORS, seed)):
         problem = make_problem(shape_of(case), seed=1000 * seed + number)
-        for module in MODULES:
-            check(module, problem)
+        check_both(problem, seed + number)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dstate", [1, 3, 16, 24, 64, 80, 128, 256])
 @pytest.mark.parametrize("dim", [1, 8, 40, 64])
 def test_every_size(dim, dstate):
-    for types in (("fp32", "bf16", "fp32"), ("bf16", "bf16", "fp32")):
-        for tied in (True, False):
-            problem = make_problem(Shape(dim=dim, dstate=dstate, types=types, tied=tied, extras=("D", "dt_bias")))
-            for module in MODULES:
-                check(module, problem)
+    kinds = itertools.product((("fp32", "bf16", "fp32"), ("bf16", "bf16", "fp32")), (True, False))
+    for turn, (types, tied) in enumerate(kinds):
+        problem = make_problem(Shape(dim=dim, dstate=dstate, types=types, tied=tied, extras=("D", "dt_bias")))
+        check_both(problem, dim + dstate + turn)

@@ -87,6 +87,12 @@ def scalar_mask_kernel(flag, out, SIZE: tl.constexpr):
 
 
 @triton.jit
+def loop_kernel(bounds, out):
+    for item in range(tl.program_id(0), tl.load(bounds), tl.num_programs(0)):
+        tl.store(out + item, item)
+
+
+@triton.jit
 def log_kernel(turn, log):
     place = tl.atomic_add(turn, 1)
     program = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2) + tl.program_id(2)
@@ -179,6 +185,12 @@ def test_a_comparison_of_scalars_is_a_mask(flag: int, dtype: torch.dtype) -> Non
     out = torch.zeros(8, dtype=torch.int32)
     scalar_mask_kernel[(1,)](torch.tensor([flag], dtype=dtype), out, 8)
     assert out.tolist() == ([1, 2, 3, 4, 5, 6, 0, 0] if flag else [0] * 8)
+
+
+def test_scalars_are_the_bounds_of_a_loop() -> None:
+    out = torch.full((8,), -1, dtype=torch.int32)
+    loop_kernel[(2,)](torch.tensor([5], dtype=torch.int32), out)
+    assert out.tolist() == [0, 1, 2, 3, 4, -1, -1, -1]
 
 
 def test_programs_run_in_the_order_asked_for() -> None:

@@ -21,6 +21,7 @@ from tests.driver import Driver
 from tests.pool_device import GUARD
 from tests.test_cache_pool_machine import PoolDriver
 from tests.test_machine import LAYOUTS
+from tests.triton_interpreter import ORDERS
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -41,6 +42,16 @@ def guarded(shape: tuple[int, ...], value: int = GUARD) -> tuple[torch.Tensor, t
     size = int(np.prod(shape))
     memory = torch.full((size + 2 * GUARD_BYTES,), value, dtype=torch.uint8)
     return memory, memory[GUARD_BYTES : GUARD_BYTES + size].view(shape)
+
+
+def in_turn(name: str, values: list[str]) -> pytest.MarkDecorator:
+    """Every value with its programs in one order after the other; all but one of the orders only among the slow."""
+    cases = [
+        pytest.param(value, order, marks=() if turn == number % 3 else pytest.mark.slow)
+        for number, value in enumerate(values, 1)
+        for turn, order in enumerate(ORDERS)
+    ]
+    return pytest.mark.parametrize((name, "program_order"), cases, indirect=["program_order"])
 
 
 class Pair:
@@ -118,7 +129,7 @@ def test_nothing_is_launched_for_no_units() -> None:
     pair.kernels.apply_table_changes(torch.zeros(4, dtype=torch.int32), torch.zeros(2, 0, dtype=torch.int32))
 
 
-def test_host_memory_is_reached_through_a_staging_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_is_reached_through_a_staging_tensor(program_order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU every memory is the device's; here another one is taken to be the host's, in parts of three units."""
     pair = Pair(2, 64 * KIB, 1024, seed=3)
     packed = pair.gathered(pair.live[:10])
@@ -214,6 +225,80 @@ def test_every_operation_does_what_its_twin_does(
         getattr(units, operation)(twins.arenas[0], unit_bytes, two, packed[operation == "swap_out"], **rule)
     assert torch.equal(*packed)
     twins.both("swap_in", packed[0], one, **rule)
+
+
+def followed(table: torch.Tensor) -> torch.Tensor:
+    """The same, in memory in which there is more to find behind its end."""
+    return torch.cat([table, torch.full((8,), 2, dtype=torch.int32)])[: len(table)]
+
+
+class Bound:
+    """An arena of random bytes, a table that says where its units lie, and ids of every kind that go through it."""
+
+    LANES, COUNT, UNIT_BYTES = 2, 24, 768
+
+    def __init__(self, seed: int) -> None:
+        g = torch.Generator().manual_seed(seed)
+        self.memory, lanes = guarded((self.LANES, self.COUNT * self.UNIT_BYTES + 256))
+        lanes.copy_(torch.randint(0, 256, lanes.shape, dtype=torch.uint8, generator=g))
+        places = torch.randperm(self.COUNT - 1, generator=g).int() + 1
+        self.table = followed(torch.cat([torch.zeros(1).int(), places, torch.tensor([0, -3, self.COUNT]).int()]))
+        nulls = torch.tensor([0, -1, -(2**31), self.COUNT, self.COUNT + 1, self.COUNT + 2, len(self.table)])
+        ids = torch.cat([torch.randperm(self.COUNT - 1, generator=g) + 1, nulls]).int()
+        self.one, self.two = ids[torch.randperm(len(ids), generator=g)].split(len(ids) // 2)
+        self.packed = torch.randint(0, 256, (len(self.one), self.LANES, self.UNIT_BYTES), generator=g).to(torch.uint8)
+        self.moved = torch.cat([torch.zeros(1).long(), torch.randperm(self.COUNT - 1, generator=g) + 1])
+
+    def units(self, memory: torch.Tensor) -> torch.Tensor:
+        lanes = memory[GUARD_BYTES:-GUARD_BYTES].view(self.LANES, -1)
+        return lanes[:, : self.COUNT * self.UNIT_BYTES].view(self.LANES, self.COUNT, self.UNIT_BYTES)
+
+    def physical(self, ids: torch.Tensor) -> torch.Tensor:
+        """One id after the other, translated by hand."""
+        known = [int(self.table[one]) if 1 <= one < len(self.table) else -1 for one in ids.tolist()]
+        return torch.tensor([one if 1 <= one < self.COUNT else -1 for one in known], dtype=torch.int32)
+
+    def moved_table(self) -> torch.Tensor:
+        """The table once unit u has come to lie where ``moved[u]`` says."""
+        places = [int(self.moved[one]) if 0 <= one < self.COUNT else one for one in self.table.tolist()]
+        return followed(torch.tensor(places, dtype=torch.int32))
+
+    def after(self, operation: Any, memory: torch.Tensor, *ids: torch.Tensor, **table: torch.Tensor) -> torch.Tensor:
+        """What is packed, if anything is, once the operation has run on this memory."""
+        lanes, packed = memory[GUARD_BYTES:-GUARD_BYTES].view(self.LANES, -1), self.packed.clone()
+        if operation.__name__ in ("scatter_units", "swap_in"):
+            ids = (packed, *ids)
+        elif operation.__name__ in ("gather_units", "swap_out"):
+            ids = (*ids, packed)
+        operation(lanes, self.UNIT_BYTES, *ids, first_valid_id=1, **table)
+        return packed
+
+
+IN_ANY_ORDER = pytest.mark.parametrize(
+    ("module", "program_order"),
+    [(units_reference, "forward"), *((units, order) for order in ORDERS)],
+    indirect=["program_order"],
+    ids=["torch", *(f"triton {order}" for order in ORDERS)],
+)
+TRANSLATED = ("copy_units", "zero_units", "poison_units", "gather_units", "scatter_units", "swap_out", "swap_in")
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", TRANSLATED)
+@IN_ANY_ORDER
+def test_where_units_lie_changes_no_byte(module: Any, name: str, seed: int, program_order: str) -> None:
+    """Virtual ids do what the physical ones do that their table says; also once all units lie elsewhere."""
+    bound, operation = Bound(seed), getattr(module, name)
+    ids = (bound.one, bound.two) if name == "copy_units" else (bound.one,)
+    right, virtual, moved = (bound.memory.clone() for _ in range(3))
+    packed = bound.after(operation, right, *(bound.physical(one) for one in ids))
+    assert not torch.equal(right, bound.memory) or not torch.equal(packed, bound.packed)
+    assert torch.equal(bound.after(operation, virtual, *ids, page_table=bound.table), packed)
+    assert torch.equal(virtual, right)
+    bound.units(moved)[:, bound.moved] = bound.units(bound.memory)
+    assert torch.equal(bound.after(operation, moved, *ids, page_table=bound.moved_table()), packed)
+    bound.units(moved).copy_(bound.units(moved)[:, bound.moved])
+    assert torch.equal(moved, right)
 
 
 @BOTH
@@ -337,11 +422,15 @@ def test_more_moves_than_a_grid_s_second_axis_has_programs(program_order: str) -
     pair.both("move", pair.live, pair.free)
 
 
-def test_more_units_than_a_grid_s_second_axis_has_programs() -> None:
+@in_turn("operation", ["gather", "scatter", "zero"])
+def test_more_units_than_a_grid_s_second_axis_has_programs(operation: str, program_order: str) -> None:
     pair = Pair(1, 2 * MANY * 256, 256, seed=1)
-    packed = pair.gathered(pair.live)
-    pair.both("scatter", packed, pair.free)
-    pair.both("zero", pair.live)
+    if operation == "gather":
+        assert pair.gathered(pair.live).any()
+    elif operation == "scatter":
+        pair.both("scatter", torch.randint(0, 255, (MANY, 1, 256), dtype=torch.uint8), pair.free)
+    else:
+        pair.both("zero", pair.live)
 
 
 def test_more_table_changes_than_a_grid_s_second_axis_has_programs(program_order: str) -> None:
@@ -477,8 +566,8 @@ class KernelPoolDriver(PoolDriver):
         return PoolDriver.make_allocator(*arguments, backend="triton", **keywords)
 
 
-@pytest.mark.parametrize("name", ["slot of five pages", "sizes that do not divide"])
-def test_every_byte_survives_random_operations_on_a_pool(name: str) -> None:
+@in_turn("name", ["slot of five pages", "sizes that do not divide"])
+def test_every_byte_survives_random_operations_on_a_pool(name: str, program_order: str) -> None:
     layout, rng = LAYOUTS[name], random.Random(name)
     driver = KernelPoolDriver(layout, max_tokens=min(40, 12 * layout.page_tokens), chaos_seed=7)
     assert driver.allocator.backend.name == "triton"
