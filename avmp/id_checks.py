@@ -139,9 +139,7 @@ def _tables(operation: str, given: Arguments, limits: Range | None, backend: str
     bounds.check_table_changes(operation, given["tables"], given["changes"], backend=backend)
 
 
-def _attention_arguments(
-    scale: float, max_query_len: int, max_seq_len: int, first_valid_id: int, num_splits: int, **given: Any
-) -> None:
+def _attention_arguments(scale: float, max_query_len: int, max_seq_len: int, **given: Any) -> None:
     attention_arguments.check_attention(**{"out": None} | given | {"return_lse": False})
 
 

@@ -21,7 +21,7 @@ from typing_extensions import Unpack
 
 from avmp.backends import use_backend
 from avmp.errors import Unsupported
-from avmp.kernels.attention_arguments import Window, window_bounds
+from avmp.kernels.attention_arguments import Alibi, Window, window_bounds
 from avmp.registration import run
 from avmp.state_ops import causal_conv1d_update, selective_state_update
 from avmp.step_tables import BatchLike, first_valid, latest, leave_out, require_tokens, required
@@ -55,6 +55,7 @@ class AttentionOptions(TypedDict, total=False):
     causal: bool
     softcap: float
     alibi_slopes: torch.Tensor | None
+    alibi: Alibi
     sinks: torch.Tensor | None
     key_scale: torch.Tensor | None
     value_scale: torch.Tensor | None
@@ -106,6 +107,7 @@ def paged_attention(
     causal: bool = True,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
+    alibi: Alibi = "distance",
     sinks: torch.Tensor | None = None,
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
@@ -127,19 +129,28 @@ def paged_attention(
       ``query_start_loc`` int32 ``[rows + 1]``; ``max_query_len`` and ``max_seq_len`` bound what these hold;
     * ``page_table`` int32 maps virtual to physical page ids; None: the block table holds physical ids. Ids below
       ``first_valid_id`` (by default 1 with a page table, 0 without), before or after translation, are null: their keys
-      are invisible, such as those of pages that ``release_front`` has given up.
+      are invisible, such as those of pages that ``release_front`` has given up. That others name a page, in both
+      tables, and that a row has a column for each of its pages is for the caller to see to; checks are those of
+      ``debug=2`` and ``use_bounds_checks``.
 
     A query at position i scores key j as ``scale * q·k``, times ``key_scale``; then ``softcap * tanh(s / softcap)``;
-    then ``- alibi_slope * |i - j|``; then the mask: ``window`` is the number of latest keys that it sees, its own
-    included, or a pair (left, right) with -1 for no limit, and ``causal`` hides all behind it. ``sinks``
-    ``[query_heads]`` are logits that join the softmax and have no value. ``alibi_slopes`` are ``[query_heads]`` or
-    ``[rows, query_heads]``; ``key_scale`` and ``value_scale`` one number, ``[kv_heads]`` or ``[rows, kv_heads]``.
+    then ``- alibi_slope * |i - j|``, or what ``alibi`` says; then the mask: ``window`` is the number of latest keys
+    that it sees, its own included, or a pair (left, right) with -1 for no limit, and ``causal`` hides all behind it.
+    ``sinks`` ``[query_heads]`` are logits that join the softmax and have no value. ``alibi_slopes`` are
+    ``[query_heads]`` or ``[rows, query_heads]``; ``key_scale`` and ``value_scale`` one number, ``[kv_heads]`` or
+    ``[rows, kv_heads]``. By ``alibi`` a slope falls with the ``"distance"``, rises with the key's ``"position"`` behind
+    the row's first query (``+ alibi_slope * (j - i_0)``), or falls with the ``"root"`` of how far the key lies back
+    (``- alibi_slope * sqrt(max(i - j, 0))``).
 
-    Returns ``[tokens, query_heads, head_dim_v]`` in q's dtype, or ``out``, which may have another; with ``return_lse``
-    a pair of that and fp32 ``[tokens, query_heads]``, the natural logarithm of the softmax's denominator (sinks
-    included). A query that sees nothing gets 0 and -inf (its sink, if there is one); so does a token that belongs to
-    no row, without the sink. ``num_splits`` is the number of parts that a kernel may cut a context into, 0 to choose;
-    it changes no more than rounding.
+    Returns ``[tokens, query_heads, head_dim_v]`` in q's dtype, or ``out``, fp16, bf16 or fp32, which overlaps no other
+    tensor of the call; with ``return_lse`` a pair of that and fp32 ``[tokens, query_heads]``, the natural logarithm of
+    the softmax's denominator (sinks included). A query that sees nothing gets 0 and -inf (its sink, if there is one);
+    so does a token that belongs to no row, without the sink. ``num_splits`` is the number of parts that a kernel may
+    cut a context into, 0 to choose; it changes no more than rounding.
+
+    NaN and infinities show as in plain softmax. A value hidden from a query, before its window or behind it, has the
+    weight 0 where its page is read: if it is no finite number, that product may show, too. What lies behind a row's
+    last token never counts, nor do pages before the windows of all its queries.
 
     Raises InvalidArgument, Unsupported, and Inconsistent for a batch that a later one has overwritten.
 
@@ -184,6 +195,7 @@ def paged_attention(
             "causal": causal,
             "softcap": softcap,
             "alibi_slopes": alibi_slopes,
+            "alibi": alibi,
             "sinks": sinks,
             "key_scale": key_scale,
             "value_scale": value_scale,

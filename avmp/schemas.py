@@ -61,8 +61,8 @@ OPERATIONS = {
     "paged_attention": Operation(
         "Tensor q, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor seq_lens, Tensor query_start_loc, "
         f"*, float scale, SymInt max_query_len, SymInt max_seq_len, {_IDS}, SymInt[]? window=None, bool causal=True, "
-        "float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? key_scale=None, "
-        "Tensor? value_scale=None, bool return_lse=False, SymInt num_splits=0",
+        "float softcap=0.0, Tensor? alibi_slopes=None, str alibi='distance', Tensor? sinks=None, "
+        "Tensor? key_scale=None, Tensor? value_scale=None, bool return_lse=False, SymInt num_splits=0",
         caches=("key_cache", "value_cache"),
         results=2,
         fake=_fake_attention,

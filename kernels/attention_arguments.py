@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, SupportsIndex, get_args
 
 import torch
 
@@ -13,7 +15,11 @@ QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 MOST_HEAD_DIM = 256
 UNLIMITED = -1
+MOST_WINDOW = 2**30
+"""A side of a window that reaches so far reaches beyond every context: kernels add positions to it in 32 bits."""
 Window = int | tuple[int, int] | None
+Alibi = Literal["distance", "position", "root"]
+ALIBI_FORMS: tuple[Alibi, ...] = get_args(Alibi)
 
 
 class Problem(NamedTuple):
@@ -32,6 +38,7 @@ class Problem(NamedTuple):
     page_tokens: int
     left: int
     right: int
+    alibi: Alibi
     out: torch.Tensor
     lse: torch.Tensor | None
 
@@ -45,15 +52,18 @@ def check_attention(
     query_start_loc: torch.Tensor,
     *,
     page_table: torch.Tensor | None,
+    first_valid_id: int,
     window: Window,
     causal: bool,
     softcap: float,
     alibi_slopes: torch.Tensor | None,
+    alibi: Alibi,
     sinks: torch.Tensor | None,
     key_scale: torch.Tensor | None,
     value_scale: torch.Tensor | None,
     return_lse: bool,
     out: torch.Tensor | None,
+    num_splits: int,
 ) -> Problem:
     """Raises InvalidArgument or Unsupported, or says what is to be computed. Reads shapes and dtypes, no values."""
     if q.dim() != 3 or key_cache.dim() != 4 or value_cache.dim() != 4 or block_table.dim() != 2:
@@ -63,15 +73,19 @@ def check_attention(
             f"{block_table.dim()} dimensions"
         )
     tokens, query_heads, head_dim = q.shape
-    _, page_tokens, kv_heads, head_dim_v = value_cache.shape
+    pages, page_tokens, kv_heads, head_dim_v = value_cache.shape
     rows = len(block_table)
-    if key_cache.shape[1:] != (page_tokens, kv_heads, head_dim):
+    if key_cache.shape != (pages, page_tokens, kv_heads, head_dim):
         raise InvalidArgument(
             f"paged_attention: key cache {tuple(key_cache.shape)} does not fit value cache "
-            f"{tuple(value_cache.shape)} and q {tuple(q.shape)}"
+            f"{tuple(value_cache.shape)} and q {tuple(q.shape)}: expected [pages, page_tokens, kv_heads, head_dim]"
         )
-    if kv_heads == 0 or query_heads % kv_heads:
-        raise InvalidArgument(f"paged_attention: {query_heads} query heads are no multiple of {kv_heads} KV heads")
+    if page_tokens == 0:
+        raise InvalidArgument(f"paged_attention: caches {tuple(key_cache.shape)}: expected pages of 1 token at least")
+    if kv_heads == 0 or query_heads == 0 or query_heads % kv_heads:
+        raise InvalidArgument(
+            f"paged_attention: {query_heads} query heads and {kv_heads} KV heads: expected a multiple, 1 time or more"
+        )
     if not 1 <= head_dim <= MOST_HEAD_DIM or not 1 <= head_dim_v <= MOST_HEAD_DIM:
         raise Unsupported(
             f"paged_attention: head_dim {head_dim} and {head_dim_v} for values; 1 to {MOST_HEAD_DIM} is offered"
@@ -100,8 +114,13 @@ def check_attention(
         value_scale=value_scale,
         out=out,
     )
-    if softcap < 0:
-        raise InvalidArgument(f"paged_attention: softcap {softcap}: expected 0 (none) or more")
+    for name, number in (("first_valid_id", first_valid_id), ("num_splits", num_splits)):
+        if number < 0:
+            raise InvalidArgument(f"paged_attention: {name} {number}: expected 0 or more")
+    if not 0 <= softcap < math.inf:
+        raise InvalidArgument(f"paged_attention: softcap {softcap}: expected 0 (none) or more, and finite")
+    if alibi not in ALIBI_FORMS:
+        raise InvalidArgument(f"paged_attention: alibi {alibi!r}: expected one of {', '.join(ALIBI_FORMS)}")
     per_row = {(query_heads,), (rows, query_heads)}
     _check_shape("alibi_slopes", alibi_slopes, per_row)
     _check_shape("sinks", sinks, {(query_heads,)})
@@ -114,14 +133,20 @@ def check_attention(
     shape = (tokens, query_heads, head_dim_v)
     if out is None:
         out = torch.empty(shape, dtype=q.dtype, device=q.device)
-    elif out.shape != shape or not out.dtype.is_floating_point or (head_dim_v > 1 and out.stride(2) != 1):
+    elif out.shape != shape or out.dtype not in QUERY_DTYPES or (head_dim_v > 1 and out.stride(2) != 1):
         raise InvalidArgument(
-            f"paged_attention: out must be floating point {shape} with a contiguous last dimension, got {out.dtype} "
-            f"{tuple(out.shape)} with strides {out.stride()}"
+            f"paged_attention: out must be float16, bfloat16 or float32 {shape} with a contiguous last dimension, got "
+            f"{out.dtype} {tuple(out.shape)} with strides {out.stride()}"
+        )
+    elif _may_overlap(out):
+        raise InvalidArgument(
+            f"paged_attention: elements of out {tuple(out.shape)} with strides {out.stride()} share memory: expected "
+            "each its own"
         )
     lse = torch.empty(tokens, query_heads, dtype=torch.float32, device=q.device) if return_lse else None
     group = query_heads // kv_heads
-    return Problem(rows, tokens, query_heads, kv_heads, group, head_dim, head_dim_v, page_tokens, left, right, out, lse)
+    sizes = rows, tokens, query_heads, kv_heads, group, head_dim, head_dim_v, page_tokens
+    return Problem(*sizes, left, right, alibi, out, lse)
 
 
 def window_bounds(window: Window, causal: bool) -> tuple[int, int]:
@@ -129,13 +154,31 @@ def window_bounds(window: Window, causal: bool) -> tuple[int, int]:
     (left, right) with -1 for no limit; ``causal`` hides what lies right of the query in any case."""
     if window is None:
         left, right = UNLIMITED, UNLIMITED
-    elif isinstance(window, int):
-        if window < 1:
-            raise InvalidArgument(f"window {window}: expected at least 1 (the query's own key), or None")
-        left, right = window - 1, 0
+    elif isinstance(window, list | tuple):
+        if len(window) != 2:
+            raise InvalidArgument(f"window {window}: expected a pair (left, right), -1 for no limit")
+        left, right = (_side(window, side) for side in window)
     else:
-        left, right = (max(int(side), UNLIMITED) for side in window)
+        latest = _integer(window, window)
+        if latest < 1:
+            raise InvalidArgument(f"window {window}: expected at least 1 (the query's own key), or None")
+        left, right = _side(window, latest - 1), 0
     return left, 0 if causal else right
+
+
+def _side(window: object, side: SupportsIndex) -> int:
+    reach = _integer(window, side)
+    return reach if 0 <= reach < MOST_WINDOW else UNLIMITED
+
+
+def _integer(window: object, number: SupportsIndex) -> int:
+    """Of any kind that can count, such as numpy's; a truth value is none."""
+    try:
+        if not isinstance(number, bool):
+            return operator.index(number)
+    except TypeError:
+        pass
+    raise InvalidArgument(f"window {window!r}: expected an integer, a pair of them, or None")
 
 
 def require_unit_stride(operation: str, name: str, tensor: torch.Tensor) -> None:
@@ -195,7 +238,19 @@ def _check_tables(
     for name, table in tables.items():
         if table.dtype != torch.int32:
             raise InvalidArgument(f"paged_attention: {name} must be int32, is {table.dtype}")
+        if name == "page_table" and table.dim() != 1:
+            raise InvalidArgument(f"paged_attention: page_table {tuple(table.shape)}: expected [ids]")
         require_unit_stride("paged_attention", name, table)
+
+
+def _may_overlap(tensor: torch.Tensor) -> bool:
+    """Whether two elements may have one place; not so where each dimension steps over all that smaller steps reach."""
+    reached = 0
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and step <= reached:
+            return tensor.numel() > 0
+        reached += (size - 1) * step
+    return False
 
 
 def _check_shape(name: str, tensor: torch.Tensor | None, shapes: set[tuple[int, ...]]) -> None:

@@ -8,7 +8,7 @@ import torch
 import triton
 
 from avmp.kernels import attention_tuning as tuning
-from avmp.kernels.attention_arguments import Problem
+from avmp.kernels.attention_arguments import ALIBI_FORMS, Problem
 from avmp.kernels.attention_tiles import LOG2E
 from avmp.kernels.fp8_formats import as_bits, decoding
 
@@ -84,6 +84,7 @@ class Shared:
             LEFT=p.left >= 0,
             RIGHT=p.right >= 0,
             CAP=softcap > 0,
+            ALIBI=ALIBI_FORMS.index(p.alibi),
             FORMAT_K=decoding(key_cache),
             FORMAT_V=decoding(value_cache),
             HINT_K=stride_hint(key_cache),
@@ -123,7 +124,7 @@ def strides_by_row_and_head(numbers: torch.Tensor | None) -> tuple[int, int]:
 def device_class(tensor: torch.Tensor) -> str:
     """Which tiles suit the tensor's device."""
     if not tensor.is_cuda:
-        return tuning.INTERPRETED
+        return tuning.INTERPRETER
     if torch.version.hip:
         return tuning.AMD
     properties = torch.cuda.get_device_properties(tensor.device)

@@ -33,7 +33,7 @@ class WorkingMemory(threading.local):
         size = math.prod(shape) * dtype.itemsize
         kept = self.kept.get(name)
         if kept is None or kept.numel() < size:
-            kept = self.kept[name] = torch.empty(size, dtype=torch.uint8)
+            kept = self.kept[name] = torch.empty(size, dtype=torch.uint8, device=device)
         return kept[:size].view(dtype).view(shape)
 
 
@@ -98,7 +98,8 @@ class TokenRows:
         self.table = cache.as_strided((rows, width), (width, 1))
         kind: Any = np.int32 if rows < 2**31 else np.int64
         self.pages, self.tokens = ids * kind(page), np.arange(page_tokens, dtype=kind) * kind(token)
-        self.heads = torch.arange(heads, dtype=torch.from_numpy(self.tokens).dtype).view(-1, 1, 1) * head
+        dtype = torch.from_numpy(self.tokens).dtype
+        self.heads = torch.arange(heads, dtype=dtype, device=cache.device).view(-1, 1, 1) * head
 
     @staticmethod
     def can_read(cache: torch.Tensor) -> bool:
@@ -144,7 +145,7 @@ class TokenRows:
 
     def _sum(self, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Sums over the last dimension, ``[..., width]``."""
-        bags = torch.arange(0, index.numel() + 1, index.shape[-1], dtype=index.dtype)
+        bags = torch.arange(0, index.numel() + 1, index.shape[-1], dtype=index.dtype, device=index.device)
         sums = F.embedding_bag(
             index.flatten(),
             self.table,

@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from avmp.kernels.attention_arguments import Problem, Window, check_attention, check_starts
+from avmp.errors import InvalidArgument
+from avmp.kernels.attention_arguments import Alibi, Problem, Window, check_attention, check_starts
 from avmp.kernels.attention_pages import MEMORY, Stage, TokenRows
 from avmp.kernels.attention_scores import LN2, LOG2E, Block, Numbers, Softmax, adjust
 
@@ -56,6 +58,7 @@ def paged_attention(
     causal: bool = True,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
+    alibi: Alibi = "distance",
     sinks: torch.Tensor | None = None,
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
@@ -72,18 +75,28 @@ def paged_attention(
     * ``block_table`` int32 ``[rows, width]``, ``seq_lens`` int32 ``[rows]`` (query tokens included),
       ``query_start_loc`` int32 ``[rows + 1]``; ``max_query_len`` and ``max_seq_len`` bound what these hold;
     * ``page_table`` int32 maps virtual to physical page ids; None: the block table holds physical ids. Ids below
-      ``first_valid_id``, before or after translation, are null: their keys are invisible.
+      ``first_valid_id``, before or after translation, are null: their keys are invisible. That others name a page, in
+      both tables, and that a row has a column for each of its pages is for the caller to see to: kernels do not test it
+      (``first_bad_id`` does).
 
     A query at position i scores key j as ``scale * q·k``, times ``key_scale``; then ``softcap * tanh(s / softcap)``;
-    then ``- alibi_slope * |i - j|``; then the mask: ``window`` is the number of latest keys that it sees, its own
-    included, or a pair (left, right) with -1 for no limit, and ``causal`` hides all behind it. ``sinks``
-    ``[query_heads]`` are logits that join the softmax and have no value. ``alibi_slopes`` are ``[query_heads]`` or
-    ``[rows, query_heads]``; ``key_scale`` and ``value_scale`` one number, ``[kv_heads]`` or ``[rows, kv_heads]``.
+    then ``- alibi_slope * |i - j|``, or what ``alibi`` says; then the mask: ``window`` is the number of latest keys
+    that it sees, its own included, or a pair (left, right) with -1 for no limit, and ``causal`` hides all behind it.
+    ``sinks`` ``[query_heads]`` are logits that join the softmax and have no value. ``alibi_slopes`` are
+    ``[query_heads]`` or ``[rows, query_heads]``; ``key_scale`` and ``value_scale`` one number, ``[kv_heads]`` or
+    ``[rows, kv_heads]``. By ``alibi`` a slope falls with the ``"distance"``, rises with the key's ``"position"`` behind
+    the row's first query (``+ alibi_slope * (j - i_0)``), or falls with the ``"root"`` of how far the key lies back
+    (``- alibi_slope * sqrt(max(i - j, 0))``).
 
     Returns ``(out, lse)``: out ``[tokens, query_heads, head_dim_v]`` in q's dtype, or the tensor given; lse fp32
     ``[tokens, query_heads]``, the natural logarithm of the softmax's denominator (sinks included), if ``return_lse``.
     A query that sees nothing gets 0 and -inf (its sink, if there is one); so does a token that belongs to no row,
-    without the sink. ``num_splits`` steers the kernels only: it changes no more than rounding.
+    without the sink. ``num_splits`` steers the kernels only: it changes no more than rounding. ``out``, fp16, bf16 or
+    fp32, overlaps no other tensor of the call.
+
+    NaN and infinities show as in plain softmax. A value hidden from a query, before its window or behind it, has the
+    weight 0 where its page is read: if it is no finite number, that product may show, too. What lies behind a row's
+    last token never counts, nor do pages before the windows of all its queries.
 
     Reads ``kv_heads * (head_dim + head_dim_v) * itemsize`` bytes per visible key once for decode, computes
     ``2 * query_heads * (head_dim + head_dim_v)`` operations per query and visible key.
@@ -96,18 +109,25 @@ def paged_attention(
         seq_lens,
         query_start_loc,
         page_table=page_table,
+        first_valid_id=first_valid_id,
         window=window,
         causal=causal,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
+        alibi=alibi,
         sinks=sinks,
         key_scale=key_scale,
         value_scale=value_scale,
         return_lse=return_lse,
         out=out,
+        num_splits=num_splits,
     )
-    starts, lens = query_start_loc.tolist(), seq_lens.tolist()
+    starts = query_start_loc.tolist()
     check_starts("paged_attention", starts, problem.tokens, max_query_len)
+    # A row without queries reads nothing, whatever its length.
+    lens = [
+        length if end > begin else 0 for length, (begin, end) in zip(seq_lens.tolist(), pairwise(starts), strict=True)
+    ]
     ids, null = _physical_ids(block_table, lens, problem.page_tokens, page_table, first_valid_id)
     numbers = Numbers(softcap, alibi_slopes, sinks, key_scale, value_scale)
     # Scores are in powers of two, or in units of the soft cap.
@@ -115,10 +135,11 @@ def paged_attention(
     attention = _Attention(problem, numbers, q, factor, key_cache, value_cache, ids, null)
     for blocks in attention.groups(starts, lens):
         attention.attend(blocks)
-    used = starts[-1] if problem.rows else 0
-    problem.out[used:] = 0
-    if problem.lse is not None:
-        problem.lse[used:] = float("-inf")
+    owned = (starts[0], starts[-1]) if problem.rows else (0, 0)
+    for unowned in (slice(owned[0]), slice(owned[1], None)):
+        problem.out[unowned] = 0
+        if problem.lse is not None:
+            problem.lse[unowned] = float("-inf")
     return problem.out, problem.lse
 
 
@@ -131,7 +152,13 @@ def _physical_ids(
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """int32 ``[rows, columns in use]``, 0 where there is no page; and bool of the same: pages in use that are null."""
     counts = -(-np.array(lens, dtype=np.int64) // page_tokens)
-    columns = np.arange(counts.max(initial=0))
+    most = int(counts.max(initial=0))
+    if most > block_table.shape[1]:
+        raise InvalidArgument(
+            f"paged_attention: row {int(counts.argmax())} has {most} pages of {page_tokens} tokens by seq_lens, its "
+            f"block table {block_table.shape[1]} columns: expected one for each page"
+        )
+    columns = np.arange(most)
     used = columns < counts[:, None]
     ids = block_table[:, : len(columns)].cpu().numpy()
     valid = used & (ids >= first_valid_id)
@@ -195,7 +222,7 @@ class _Attention:
                 count, first = min(self.query_tokens, tokens - done), length - tokens + done
                 begin = max(first - p.left, 0) // p.page_tokens * p.page_tokens if p.left >= 0 else 0
                 end = min(first + count + p.right, length) if p.right >= 0 else length
-                yield Block(row, starts[row] + done, count, first, begin, max(begin, end))
+                yield Block(row, starts[row] + done, count, first, length - tokens, begin, max(begin, end))
 
     def _chunks(self, block: Block) -> int:
         return -(-(block.end - block.begin) // self.chunk_tokens)
@@ -297,8 +324,8 @@ class _Attention:
     def _of_blocks(self, scale: torch.Tensor, blocks: list[Block]) -> torch.Tensor:
         """A scale per row, per head or for all, to multiply ``[blocks, kv_heads, rows, width]`` with."""
         if scale.dim() < 2:
-            return scale.view(-1, 1, 1)
-        return scale[[block.row for block in blocks]].view(len(blocks), -1, 1, 1)
+            return scale.float().view(-1, 1, 1)
+        return scale[[block.row for block in blocks]].float().view(len(blocks), -1, 1, 1)
 
     def _by_token(self, rows: torch.Tensor, count: int) -> torch.Tensor:
         """From ``[blocks, kv_heads, count * group, width]`` to ``[tokens, query_heads, width]``."""

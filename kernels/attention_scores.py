@@ -19,12 +19,14 @@ LOWEST = torch.finfo(torch.float32).min
 
 class Block(NamedTuple):
     """Some consecutive query tokens of a row, and the range of keys that any of them sees, from the beginning of a
-    page on. ``token`` is the first of them in q, ``position`` its place in the row."""
+    page on. ``token`` is the first of them in q, ``position`` its place in the row, ``context`` that of the row's first
+    query token."""
 
     row: int
     token: int
     queries: int
     position: int
+    context: int
     begin: int
     end: int
 
@@ -59,7 +61,12 @@ def adjust(scores: torch.Tensor, block: Block, problem: Problem, numbers: Number
         if numbers.slopes is not None:
             slopes = numbers.slopes if numbers.slopes.dim() < 2 else numbers.slopes[block.row]
             slopes = (slopes.float() * LOG2E).view(p.kv_heads, 1, p.group, 1)
-            by_token.addcmul_(slopes, distance.abs().float(), value=-1)
+            if p.alibi == "distance":
+                by_token.addcmul_(slopes, distance.abs().float(), value=-1)
+            elif p.alibi == "position":
+                by_token.addcmul_(slopes, (places - block.context).float().view(chunks, 1, 1, 1, keys))
+            else:
+                by_token.addcmul_(slopes, distance.clamp(max=0).neg().float().sqrt(), value=-1)
         if right:
             by_token.masked_fill_(distance > p.right, float("-inf"))
         if left:
@@ -89,7 +96,7 @@ class Softmax:
         if sinks is not None:
             self.top.copy_(sinks).clamp_(min=LOWEST)
             for sums in (self.total, self.divisor):
-                sums.copy_(sinks > float("-inf"))
+                torch.exp2(sinks - self.top, out=sums)  # 1, and 0 for a sink of -inf
 
     def weigh(self, scores: torch.Tensor) -> torch.Tensor:
         """Turns scores ``[blocks, chunks, kv_heads, rows, keys]`` into weights; returns their sums, and adds them to

@@ -16,20 +16,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from avmp.kernels import attention_tuning
+from avmp.kernels.attention_arguments import ALIBI_FORMS
 from avmp.kernels.fp8 import decode
 from avmp.kernels.fp8_formats import PLAIN
 
-FEW_CHUNKS = tl.constexpr(4)
-"""So many ids at most are carried as scalars: each costs registers, and a select for every token."""
-
+_FEW_CHUNKS = tl.constexpr(attention_tuning.FEW_CHUNKS)
 _PLAIN = tl.constexpr(PLAIN)
+_DISTANCE = tl.constexpr(ALIBI_FORMS.index("distance"))
+_POSITION = tl.constexpr(ALIBI_FORMS.index("position"))
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
 def _physical_ids(table, page_table, begins, end, first_valid_id, PAGE: tl.constexpr):
-    """Of the pages in which tokens ``begins`` (one or several) lie; -1 from ``end`` on and for null."""
+    """Of the pages in which tokens ``begins`` (one or several) lie; -1 from ``end`` on and for null. A virtual id is
+    tested here, since its entry is read; a physical one where its page is (``attend``). Neither for being too large."""
     ids = tl.load(table + begins // PAGE, mask=begins < end, other=-1)
     if page_table is not None:
         ids = tl.load(page_table + ids, mask=ids >= first_valid_id, other=-1)
@@ -40,8 +43,8 @@ def _physical_ids(table, page_table, begins, end, first_valid_id, PAGE: tl.const
 def chunk_ids(
     table, page_table, first_token, end, first_valid_id, PAGE: tl.constexpr, CHUNK: tl.constexpr, N: tl.constexpr
 ):
-    """Physical ids of the chunks from ``first_token`` on: a tuple of up to FEW_CHUNKS, or int32 ``[N // CHUNK]``."""
-    if N // CHUNK <= FEW_CHUNKS:
+    """Physical ids of the chunks from ``first_token`` on: a tuple of a few, or int32 ``[N // CHUNK]``."""
+    if N // CHUNK <= _FEW_CHUNKS:
         ids = ()
         for chunk in tl.static_range(N // CHUNK):
             begin = first_token + chunk * CHUNK
@@ -55,7 +58,7 @@ def chunk_ids(
 @triton.jit
 def token_pages(ids, CHUNK: tl.constexpr, N: tl.constexpr):
     """int32 ``[N]``: for each token of a tile what ``chunk_ids`` found for its chunk."""
-    if N // CHUNK <= FEW_CHUNKS:
+    if N // CHUNK <= _FEW_CHUNKS:
         pages = tl.zeros([N], tl.int32) + ids[0]
         for chunk in tl.static_range(1, N // CHUNK):
             pages = tl.where(tl.arange(0, N) // CHUNK == chunk, ids[chunk], pages)
@@ -116,6 +119,7 @@ def attend(
     top,
     q,
     positions,
+    context,
     slopes,
     key_cache,
     value_cache,
@@ -145,18 +149,20 @@ def attend(
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
     CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
     FORMAT_K: tl.constexpr,
     FORMAT_V: tl.constexpr,
     HINT_K: tl.constexpr,
     HINT_V: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Keys ``begin`` (a multiple of CHUNK) to ``end`` for the rows q ``[M, BLOCK_DIM]`` at ``positions`` ``[M]``.
+    """Keys ``begin`` (a multiple of CHUNK) to ``end`` for the rows q ``[M, BLOCK_DIM]`` at ``positions`` ``[M]`` of a
+    sequence whose first query is at ``context``.
 
     ``acc`` fp32 ``[M, BLOCK_DIM_V]``, ``total`` and ``top`` fp32 ``[M]`` are the running sum of values, the
     denominator and the maximum, in powers of two. ``scale`` includes log2(e) without a soft cap, and is divided by it
-    with one; ``cap`` and ``slopes`` include log2(e). LEFT and RIGHT say whether the limit on that side is tested, WHOLE
-    that there are whole tiles only.
+    with one; ``cap`` and ``slopes`` include log2(e). ALIBI is the place in ALIBI_FORMS of the bias. LEFT and
+    RIGHT say whether the limit on that side is tested, WHOLE that there are whole tiles only.
     """
     dims, dims_v = tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_DIM_V)
     ids = chunk_ids(table, page_table, begin, end, first_valid_id, PAGE, CHUNK, N)
@@ -186,7 +192,13 @@ def attend(
         if CAP:
             scores = cap * tanh(scores, q.dtype == tl.float32)
         if slopes is not None:
-            scores -= slopes[:, None] * tl.abs(positions[:, None] - tokens[None, :]).to(tl.float32)
+            if ALIBI == _DISTANCE:
+                scores -= slopes[:, None] * tl.abs(positions[:, None] - tokens[None, :]).to(tl.float32)
+            elif ALIBI == _POSITION:
+                scores += slopes[:, None] * (tokens - context).to(tl.float32)[None, :]
+            else:
+                back = tl.maximum(positions[:, None] - tokens[None, :], 0)
+                scores -= slopes[:, None] * tl.sqrt(back.to(tl.float32))
         visible = exists[None, :]
         if LEFT:
             visible = visible & (tokens[None, :] >= positions[:, None] - left)
@@ -215,7 +227,7 @@ def finish(acc, total, top, sinks, heads, valid, value_scale):
     else:
         shift = tl.where(top == float("-inf"), 0.0, top)
         share = tl.full(top.shape, 1.0, tl.float32)
-    some = total > 0
+    some = total != 0  # also true of NaN, which is for the caller to see
     safe = tl.where(some, total, 1.0)
     lse = tl.where(some, (shift + tl.log2(safe)) * LN2, float("-inf"))
     return acc * (tl.where(some, share / safe, 0.0) * value_scale)[:, None], lse
@@ -249,12 +261,15 @@ def zero_unowned(
     DIM_V: tl.constexpr,
     BLOCK_DIM_V: tl.constexpr,
 ):
-    """Tokens that belong to no row get 0 and -inf: every ``parts``-th of them, for the heads of one group."""
+    """Tokens before the first row and behind the last one get 0 and -inf: every ``parts``-th of them, for the heads of
+    one group."""
     dims = tl.arange(0, BLOCK_DIM_V)
     member = tl.arange(0, BLOCK_GROUP)
     heads = kv_head * GROUP + member
-    first = tl.minimum(tl.maximum(tl.load(query_start_loc + rows), 0), tokens)  # whatever the table holds
-    for token in range(first + part, tokens, parts):
+    before = tl.minimum(tl.maximum(tl.load(query_start_loc), 0), tokens)  # whatever the table holds
+    owned = tl.minimum(tl.maximum(tl.load(query_start_loc + rows), before), tokens) - before
+    for place in range(part, tokens - owned, parts):
+        token = place + tl.where(place < before, 0, owned)
         where = query_offsets(token + tl.zeros_like(heads), heads, out_token, out_head)
         zeros = tl.zeros([BLOCK_GROUP, BLOCK_DIM_V], out.dtype.element_ty)
         tl.store(out + where[:, None] + dims[None, :], zeros, mask=(member < GROUP)[:, None] & (dims < DIM_V)[None, :])

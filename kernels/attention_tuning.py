@@ -26,7 +26,7 @@ class Tiles(NamedTuple):
         return options | ({"maxnreg": self.registers} if self.registers else {})
 
 
-LARGE, SMALL, AMD, INTERPRETED = "large", "small", "amd", "interpreted"
+LARGE, SMALL, AMD, INTERPRETER = "large", "small", "amd", "interpreter"
 
 LEAST_ROWS = 16
 """The least that a matrix instruction takes."""
@@ -44,6 +44,9 @@ DECODE_FLIGHT_BYTES = {LARGE: 72 * 1024, SMALL: 40 * 1024}
 """At most so many bytes of keys and values in flight per program. Four programs of 48 KiB fit a multiprocessor with 227
 KiB: 192 KiB in flight, several times the 25 KiB that hide an H200's latency (4.8 TB/s, 0.7 µs, 132 multiprocessors).
 Where it has 100 KiB (sm_86, sm_89) two of 32 KiB fit, against 8 KiB needed."""
+
+FEW_CHUNKS = 4
+"""So many ids of a tile at most are carried as scalars: each costs registers, and a select for every token."""
 
 MOST_REGISTERS = 255
 """Of a thread, on NVIDIA: eight warps of it fill a multiprocessor."""
@@ -72,7 +75,7 @@ KV_TILE_INTERPRETED = 2**16
 class Sizes(NamedTuple):
     """What tiles are chosen by: head_dims rounded up to powers of two, bytes per element of q and of the caches, and
     the class of the device: LARGE where one program may have 160 KiB of shared memory (sm_80, sm_90, sm_100), SMALL
-    where it may have 99 KiB (sm_86, sm_89, sm_120), AMD with 64 KiB and 64 lanes to a warp, or INTERPRETED."""
+    where it may have 99 KiB (sm_86, sm_89, sm_120), AMD with 64 KiB and 64 lanes to a warp, or INTERPRETER."""
 
     head_dim: int
     head_dim_v: int
@@ -105,14 +108,16 @@ def decode_tiles(rows: int, sizes: Sizes) -> Tiles:
     """For so many packed query rows per KV head."""
     rows = min(max(rows, LEAST_ROWS), MOST_DECODE_ROWS // 2 if sizes.wide else MOST_DECODE_ROWS)
     keys, warps = DECODE_KEYS, 4
-    if sizes.device == INTERPRETED:
+    if sizes.device == INTERPRETER:
         return Tiles(rows, INTERPRETED_KEYS, warps, DECODE_STAGES)
     if sizes.query_bytes > 2:
         # No matrix instruction has this precision but AMD's: larger tiles spill. fp8 is decoded before a thread
         # multiplies it, which takes registers for all that it multiplies.
         rows, keys, warps = LEAST_ROWS, 16, 8 if sizes.cache_bytes == 1 else 4
-    if rows * max(sizes.head_dim_v, 128) > (MOST_DECODE_ROWS if sizes.device == LARGE else 32) * 128:
-        keys = 16  # the rows take the shared memory and the registers that more keys would
+    if sizes.device != LARGE and rows * max(sizes.head_dim_v, 128) > 32 * 128:
+        # An accumulator of more than 32 rows of 128: it takes the shared memory and the registers that more keys would.
+        # Narrower heads count as 128, since scores and weights of a row take as much for them.
+        keys = 16
     if sizes.device == AMD:
         # Loads go through registers, two tiles ahead; where fp8 is decoded on the way, one stage earlier.
         if sizes.wide:

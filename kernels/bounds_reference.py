@@ -1,7 +1,8 @@
 """The first id of a table that names no unit, or one that is not there to be used; in plain torch: the specification
 of the Triton kernel, and what runs where it does not.
 
-For a build that checks: kernels leave such ids out, without a word, so that no memory but their own is touched.
+For a build that checks. Without it kernels leave such ids out, without a word, so that no memory but their own is
+touched; but attention takes for granted that every id is null or names a page.
 """
 
 from __future__ import annotations

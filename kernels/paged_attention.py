@@ -9,9 +9,10 @@ heaviest first; keys that all rows see are not tested against the causal limit.
 
 A batch with rows of both kinds takes both launches; each row is done by one of them.
 
-Floor: decode reads each visible key and value once per KV head, 8 bytes of ids per page and KV head, q, and writes out;
-with g query heads per KV head that is g operations per byte at bf16, bound by memory for every g in use. Prefill is
-bound by arithmetic from some 200 query rows per KV head on.
+Floor: decode reads each visible key and value once per KV head, q, and writes out; for each KV head also 8 bytes of ids
+per page, or where pages are no power of two, or larger than a tile, per chunk (``attention_launch.chunk_tokens``). With
+g query heads per KV head that is g operations per byte at bf16, bound by memory for every g in use. Prefill is bound by
+arithmetic from some 200 query rows per KV head on.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import triton
 import triton.language as tl
 
 from avmp.kernels import attention_tuning as tuning
-from avmp.kernels.attention_arguments import Window, check_attention
+from avmp.kernels.attention_arguments import Alibi, Window, check_attention
 from avmp.kernels.attention_launch import Shared, Tables
 from avmp.kernels.attention_tiles import (
     LN2,
@@ -100,7 +101,7 @@ def decode_kernel(
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_DIM_V: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, LEAST_KEYS: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CAP: tl.constexpr, FORMAT_K: tl.constexpr, FORMAT_V: tl.constexpr,
-    HINT_K: tl.constexpr, HINT_V: tl.constexpr,
+    HINT_K: tl.constexpr, HINT_V: tl.constexpr, ALIBI: tl.constexpr = 0,
 ):  # fmt: skip
     """Rows of 1 to ``most_queries`` queries. Grid: rows, KV heads times tiles of packed rows, splits.
 
@@ -138,12 +139,12 @@ def decode_kernel(
             slope = None
         acc, total, top = attend(
             tl.zeros([M, BLOCK_DIM_V], tl.float32), tl.zeros([M], tl.float32), tl.full([M], float("-inf"), tl.float32),
-            block, positions, slope, key_cache, value_cache,
+            block, positions, length - queries, slope, key_cache, value_cache,
             block_table + row_offset(row, table_row), page_table, begin, end, kv_head,
             scale * head_scale(key_scale, row, kv_head, key_scale_row, key_scale_head), cap, left, right,
             first_valid_id, k_page, k_token, k_head, v_page, v_token, v_head,
-            PAGE, CHUNK, N, DIM, DIM_V, BLOCK_DIM, BLOCK_DIM_V, LEFT, RIGHT, CAP, FORMAT_K, FORMAT_V, HINT_K, HINT_V,
-            False,
+            PAGE, CHUNK, N, DIM, DIM_V, BLOCK_DIM, BLOCK_DIM_V, LEFT, RIGHT, CAP, ALIBI, FORMAT_K, FORMAT_V, HINT_K,
+            HINT_V, False,
         )  # fmt: skip
         factor = head_scale(value_scale, row, kv_head, value_scale_row, value_scale_head)
         if SPLITS == 1:
@@ -166,7 +167,7 @@ def decode_kernel(
             acc, lse_values = finish(acc, total, top, None, heads, valid, factor)
             place = part_places(row, heads, query, split, HEADS, most_queries, SPLITS)
             dims = tl.arange(0, BLOCK_DIM_V)
-            some = valid & (total > 0)
+            some = valid & (total != 0)
             tl.store(
                 parts + place[:, None] * BLOCK_DIM_V + dims[None, :], acc, mask=some[:, None] & (dims < DIM_V)[None, :]
             )
@@ -195,18 +196,17 @@ def merge_kernel(
         if sinks is not None:
             total += tl.exp2(sink - shift)
         # An empty split has written nothing: what lies there is not read, since 0 times NaN is NaN.
-        mask = (each > float("-inf"))[:, None] & (dims < DIM_V)[None, :]
+        mask = (each != float("-inf"))[:, None] & (dims < DIM_V)[None, :]
         values = tl.load(parts + place[:, None] * BLOCK_DIM_V + dims[None, :], mask=mask, other=0.0)
-        safe = tl.where(total > 0, total, 1.0)
+        some = total != 0  # also true of NaN
+        safe = tl.where(some, total, 1.0)
         result = tl.sum(values * weights[:, None], 0) / safe
-        token = (first_token + query).to(tl.int64)
-        tl.store(
-            out + token * out_token + head.to(tl.int64) * out_head + dims,
-            result.to(out.dtype.element_ty),
-            mask=dims < DIM_V,
-        )
+        token = first_token + query
+        where = query_offsets(token, head, out_token, out_head)
+        tl.store(out + where + dims, result.to(out.dtype.element_ty), mask=dims < DIM_V)
         if lse is not None:
-            tl.store(lse + token * HEADS + head, tl.where(total > 0, (shift + tl.log2(safe)) * LN2, float("-inf")))
+            where = query_offsets(token, head, HEADS, 1)
+            tl.store(lse + where, tl.where(some, (shift + tl.log2(safe)) * LN2, float("-inf")))
 
 
 @triton.jit
@@ -233,6 +233,7 @@ def prefill_kernel(
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_DIM_V: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CAP: tl.constexpr,
     FORMAT_K: tl.constexpr, FORMAT_V: tl.constexpr, HINT_K: tl.constexpr, HINT_V: tl.constexpr,
+    ALIBI: tl.constexpr = 0,
 ):  # fmt: skip
     """Rows of more than ``most_queries`` queries. Grid: an upper bound of all rows' tiles, KV heads."""
     kv_head = tl.program_id(1)
@@ -266,17 +267,19 @@ def prefill_kernel(
             # Up to the first row's limit, whole tiles of keys need no test against it.
             free = begin + tl.maximum(tl.minimum(first + right + 1, end) - begin, 0) // N * N
             acc, total, top = attend(
-                acc, total, top, block, positions, slope, key_cache, value_cache, table, page_table, begin, free,
-                kv_head, key_factor, cap, left, right, first_valid_id, k_page, k_token, k_head, v_page, v_token, v_head,
-                PAGE, CHUNK, N, DIM, DIM_V, BLOCK_DIM, BLOCK_DIM_V, LEFT, False, CAP, FORMAT_K, FORMAT_V, HINT_K,
+                acc, total, top, block, positions, length - queries, slope, key_cache, value_cache, table, page_table,
+                begin, free, kv_head, key_factor, cap, left, right, first_valid_id,
+                k_page, k_token, k_head, v_page, v_token, v_head,
+                PAGE, CHUNK, N, DIM, DIM_V, BLOCK_DIM, BLOCK_DIM_V, LEFT, False, CAP, ALIBI, FORMAT_K, FORMAT_V, HINT_K,
                 HINT_V, True,
             )  # fmt: skip
             begin = free
         acc, total, top = attend(
-            acc, total, top, block, positions, slope, key_cache, value_cache, table, page_table, begin, end,
-            kv_head, key_factor, cap, left, right, first_valid_id, k_page, k_token, k_head, v_page, v_token, v_head,
-            PAGE, CHUNK, N, DIM, DIM_V, BLOCK_DIM, BLOCK_DIM_V, LEFT, RIGHT, CAP, FORMAT_K, FORMAT_V, HINT_K, HINT_V,
-            False,
+            acc, total, top, block, positions, length - queries, slope, key_cache, value_cache, table, page_table,
+            begin, end, kv_head, key_factor, cap, left, right, first_valid_id,
+            k_page, k_token, k_head, v_page, v_token, v_head,
+            PAGE, CHUNK, N, DIM, DIM_V, BLOCK_DIM, BLOCK_DIM_V, LEFT, RIGHT, CAP, ALIBI, FORMAT_K, FORMAT_V, HINT_K,
+            HINT_V, False,
         )  # fmt: skip
         factor = head_scale(value_scale, row, kv_head, value_scale_row, value_scale_head)
         acc, lse_values = finish(acc, total, top, sinks, heads, valid, factor)
@@ -302,6 +305,7 @@ def paged_attention(
     causal: bool = True,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
+    alibi: Alibi = "distance",
     sinks: torch.Tensor | None = None,
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
@@ -322,19 +326,22 @@ def paged_attention(
         seq_lens,
         query_start_loc,
         page_table=page_table,
+        first_valid_id=first_valid_id,
         window=window,
         causal=causal,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
+        alibi=alibi,
         sinks=sinks,
         key_scale=key_scale,
         value_scale=value_scale,
         return_lse=return_lse,
         out=out,
+        num_splits=num_splits,
     )
     require_runnable(q)
     out, lse = problem.out, problem.lse
-    if problem.tokens == 0 or problem.rows == 0:
+    if problem.tokens == 0 or problem.rows == 0 or max_query_len <= 0:
         out.zero_()
         return out, lse if lse is None else lse.fill_(float("-inf"))
     tables = Tables(block_table, seq_lens, query_start_loc, page_table, alibi_slopes, sinks, key_scale, value_scale)
@@ -351,13 +358,13 @@ def paged_attention(
 
 
 def _decode(shared: Shared, most_queries: int, max_seq_len: int, num_splits: int) -> None:
-    """Rows of up to ``most_queries`` queries; and what lies behind all rows' tokens."""
+    """Rows of up to ``most_queries`` queries; and tokens of no row."""
     p = shared.problem
     packed = triton.next_power_of_2(p.group * most_queries)
     tiles = tuning.decode_tiles(packed, shared.sizes)
-    heads = p.kv_heads * cdiv(p.group * most_queries, tiles.rows)
+    programs = p.kv_heads * cdiv(p.group * most_queries, tiles.rows)  # of a row and split
     aim = tuning.INTERPRETED_PROGRAMS if INTERPRETED else tuning.PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(p.out)
-    splits = tuning.split_count(p.rows * heads, max_seq_len, aim)
+    splits = tuning.split_count(p.rows * programs, max_seq_len, aim)
     if num_splits:
         splits = min(triton.next_power_of_2(num_splits), tuning.MOST_SPLITS)
     parts = part_lse = None
@@ -365,7 +372,7 @@ def _decode(shared: Shared, most_queries: int, max_seq_len: int, num_splits: int
         shape = (p.rows, p.query_heads, most_queries, splits)
         parts = torch.empty(*shape, shared.block_dim_v, dtype=torch.float32, device=p.out.device)
         part_lse = torch.empty(shape, dtype=torch.float32, device=p.out.device)
-    decode_kernel[(p.rows, heads, splits)](
+    decode_kernel[(p.rows, programs, splits)](
         **shared.arguments(tiles),
         parts=parts,
         part_lse=part_lse,
@@ -395,7 +402,7 @@ def _decode(shared: Shared, most_queries: int, max_seq_len: int, num_splits: int
 
 
 def _prefill(shared: Shared, most_queries: int) -> None:
-    """Rows of more than ``most_queries`` queries, and what lies behind all rows' tokens."""
+    """Rows of more than ``most_queries`` queries, and tokens of no row."""
     p = shared.problem
     tiles = tuning.prefill_tiles(shared.sizes)
     prefill_kernel[(p.tokens * p.group // tiles.rows + p.rows, p.kv_heads)](

@@ -30,12 +30,15 @@ class Shape:
     window: Any = None
     causal: bool = True
     softcap: float = 0.0
-    alibi: str | None = None  # "head" or "row"
+    alibi: str | None = None  # slopes by "head" or "row"
+    alibi_form: str = "distance"
     sinks: bool = False
     virtual: bool = True
     first_valid_id: int = 1
     order: str = "NHD"
+    sliced: bool = False  # q and caches are part of wider tensors, along their last dimension
     null_columns: tuple[tuple[int, int], ...] = ()
+    leading_tokens: int = 0
     padded_rows: int = 0
     padded_tokens: int = 0
     magnitude: float = 1.0
@@ -53,9 +56,15 @@ class Problem:
         return self.call | changed
 
 
-def arena_pages(pages: int, parts: list[tuple[int, ...]], dtype: torch.dtype, order: str) -> list[torch.Tensor]:
+def arena_pages(
+    pages: int, parts: list[tuple[int, ...]], dtype: torch.dtype, order: str, sliced: bool = False
+) -> list[torch.Tensor]:
     """Views ``[pages, page_tokens, heads, dim]`` of one storage filled with 0xFF (NaN in every format), as in an
     arena: the parts of a page are adjacent, each begins at a multiple of 256 bytes."""
+    if sliced:
+        wide = [(*part[:2], part[2] + odd) for part, odd in zip(parts, (9, 6), strict=True)]
+        views = arena_pages(pages, wide, dtype, order)
+        return [view[..., : part[2]] for view, part in zip(views, parts, strict=True)]
     sizes = [-(-math.prod(part) * dtype.itemsize // 256) * 256 for part in parts]
     storage = torch.full((pages * sum(sizes),), 0xFF, dtype=torch.uint8).view(dtype)
     views, begin = [], 0
@@ -85,7 +94,7 @@ def make_problem(shape: Shape, seed: int = 0) -> Problem:
     table[:, ::2], table[:, 1::2] = GARBAGE_IDS
     cache_dtype = FP8[s.fp8] if s.fp8 else s.dtype
     parts = [(s.page_tokens, s.kv_heads, s.head_dim), (s.page_tokens, s.kv_heads, s.head_dim_v)]
-    caches = arena_pages(used + spare + first, parts, cache_dtype, s.order)
+    caches = arena_pages(used + spare + first, parts, cache_dtype, s.order, s.sliced)
     taken = 0
     for row, (length, count) in enumerate(zip(s.lens, columns, strict=True)):
         table[row, :count] = ids[taken : taken + count]
@@ -99,10 +108,13 @@ def make_problem(shape: Shape, seed: int = 0) -> Problem:
         table[row, column] = first - 1 if column % 2 else -1
     if s.padded_rows:
         table[rows:] = 0
-    tokens = sum(s.queries) + s.padded_tokens
-    starts = torch.tensor([0, *s.queries]).cumsum(0).tolist()
+    tokens = s.leading_tokens + sum(s.queries) + s.padded_tokens
+    starts = torch.tensor([s.leading_tokens, *s.queries]).cumsum(0).tolist()
     q = torch.randn(tokens, s.heads, s.head_dim, generator=g).mul(s.magnitude).to(s.dtype)
-    q[sum(s.queries) :] = float("nan")
+    if s.sliced:
+        values, wide = q, torch.full((tokens, s.heads, s.head_dim + 7), float("nan"), dtype=s.dtype)
+        q = wide[..., 3 : 3 + s.head_dim].copy_(values)
+    q[: starts[0]] = q[starts[-1] :] = float("nan")
     call: dict[str, Any] = dict(
         q=q,
         key_cache=caches[0],
@@ -111,7 +123,7 @@ def make_problem(shape: Shape, seed: int = 0) -> Problem:
         seq_lens=torch.tensor([*s.lens, *[0] * s.padded_rows], dtype=torch.int32),
         query_start_loc=torch.tensor([*starts, *[starts[-1]] * s.padded_rows], dtype=torch.int32),
         scale=1 / math.sqrt(s.head_dim),
-        max_query_len=max([*s.queries, 1]),
+        max_query_len=max([*s.queries, 0]),
         max_seq_len=max([*s.lens, 1]),
         page_table=page_table if s.virtual else None,
         first_valid_id=first,
@@ -128,7 +140,7 @@ def _extras(s: Shape, rows: int, g: torch.Generator) -> dict[str, Any]:
     extras: dict[str, Any] = {}
     if s.alibi:
         slopes = torch.rand(*((rows, s.heads) if s.alibi == "row" else (s.heads,)), generator=g) * 0.2
-        extras["alibi_slopes"] = slopes
+        extras |= {"alibi_slopes": slopes, "alibi": s.alibi_form}
     if s.sinks:
         extras["sinks"] = torch.randn(s.heads, generator=g)
     if s.scales:
@@ -154,7 +166,12 @@ class Row:
         self.bias = torch.zeros(heads, 1, 1, dtype=dtype)
         if slopes is not None:
             slopes = slopes if slopes.dim() == 1 else slopes[row]
-            self.bias = slopes.to(dtype)[:, None, None] * distance.abs()
+            descent = {
+                "distance": distance.abs(),
+                "position": (length - (end - begin) - torch.arange(length)).expand_as(distance),
+                "root": distance.clamp(min=0).to(dtype).sqrt(),
+            }
+            self.bias = slopes.to(dtype)[:, None, None] * descent[call.get("alibi", "distance")]
         sinks = torch.full((heads,), float("-inf")) if sinks is None else sinks
         self.sinks = sinks.to(dtype)[:, None, None].expand(-1, end - begin, 1)
 
@@ -195,7 +212,7 @@ def results(call: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     lse = torch.full(out.shape[:2], float("-inf"), dtype=torch.float64)
     starts = call["query_start_loc"]
     if call.get("sinks") is not None:
-        lse[: starts[-1]] = call["sinks"].double()
+        lse[starts[0] : starts[-1]] = call["sinks"].double()
     return out, lse
 
 
@@ -272,7 +289,7 @@ def rounding_units(call: dict[str, Any], right: tuple[torch.Tensor, torch.Tensor
         out, lse = (tensor[row.tokens].transpose(0, 1) for tensor in right)
         weights = torch.exp(row.scores(products) - lse.masked_fill(lse == float("-inf"), 0)[:, :, None])
         of_score = call["scale"] * (row.q.shape[2] ** 0.5 * products.abs() + sizes) / 2
-        lost = eps / 2 * (of_score + row.bias + call["softcap"] + 1)
+        lost = eps / 2 * (of_score + row.bias.abs() + call["softcap"] + 1)
         units[1][row.tokens] += (weights * lost).square().sum(2).sqrt().T
         squares = (weights * (lost + (eps_q / 2 if eps_q > eps else 0))).square()
         spread = squares @ row.v.square() - 2 * out * (squares @ row.v) + out.square() * squares.sum(2, keepdim=True)

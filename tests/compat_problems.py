@@ -65,10 +65,11 @@ def attention64(
     softcap: float = 0.0,
     slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
-    by_position: bool = False,
+    alibi: str = "distance",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output ``[queries, heads, dim]`` and natural log-sum-exp ``[queries, heads]`` of the last tokens of a context.
-    The slopes are of the distance, downwards; or with ``by_position`` of the key's position, upwards."""
+    The slopes fall with the ``"distance"`` or its ``"root"`` backwards, or rise with the key's ``"position"``, counted
+    from the first key, or from the first ``"query"``."""
     group = q.shape[1] // keys.shape[1]
     k, v = (x.double().repeat_interleave(group, 1) for x in (keys, values))
     scores = torch.einsum("qhd,khd->qhk", q.double(), k) * (scale or q.shape[2] ** -0.5)
@@ -76,7 +77,13 @@ def attention64(
         scores = softcap * torch.tanh(scores / softcap)
     ahead = torch.arange(len(k)) - (torch.arange(len(q)) + len(k) - len(q))[:, None]
     if slopes is not None:
-        ascent = torch.arange(len(k)).expand_as(ahead) if by_position else -ahead.abs()
+        position = torch.arange(len(k)).expand_as(ahead)
+        ascent = {
+            "distance": -ahead.abs(),
+            "root": -ahead.clamp(max=0).neg().double().sqrt(),
+            "position": position,
+            "query": position - (len(k) - len(q)),
+        }[alibi]
         scores = scores + slopes.double()[:, None] * ascent[:, None]
     left, right = window[0], 0 if causal else window[1]
     hidden = torch.zeros_like(ahead, dtype=torch.bool)

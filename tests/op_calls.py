@@ -31,6 +31,7 @@ WEIGHTS = torch.Generator().manual_seed(0)
 A = -torch.rand(STATE_HEADS, STATE_DIM, DSTATE, generator=WEIGHTS)
 TAPS = torch.randn(CHANNELS, 4, generator=WEIGHTS)
 BIAS = torch.randn(CHANNELS, generator=WEIGHTS)
+ROOTS: dict[str, Any] = {"alibi_slopes": torch.rand(HEADS, generator=WEIGHTS), "alibi": "root"}
 
 
 def hybrid_pool(**keywords: Any) -> CachePool:
@@ -114,7 +115,7 @@ Call = Callable[[Step], Any]
 FLAT: dict[str, Call] = {
     "paged_attention": lambda s: avmp.paged_attention(s.q, *s.kv(1), scale=0.3, **s.attention()),
     "paged_attention_lse": lambda s: avmp.paged_attention(
-        s.q, *s.kv(3), scale=0.3, window=3, softcap=5.0, return_lse=True, **s.attention()
+        s.q, *s.kv(3), scale=0.3, window=3, softcap=5.0, return_lse=True, **ROOTS, **s.attention()
     ),
     "paged_attention_out": lambda s: avmp.paged_attention(
         s.q, *s.kv(1), scale=0.3, out=torch.empty_like(s.q), return_lse=True, **s.attention()

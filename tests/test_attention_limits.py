@@ -5,10 +5,12 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder
 
 from avmp.errors import InvalidArgument
 from avmp.kernels import (
@@ -138,6 +140,30 @@ def test_tiles_of_rows_are_counted_where_tokens_times_heads_exceed_32_bits() -> 
     assert addresses("tile", numbers, (64, 128)) == [token * 64 // 128 + row for token, row in numbers]
 
 
+STRIDED = {
+    "dense": torch.empty(3, 16, 2, 64),
+    "heads before tokens": torch.empty(3, 2, 16, 64).transpose(1, 2),
+    "a slice of 80": torch.empty(3, 16, 2, 80)[..., :64],
+    "a slice of 73": torch.empty(3, 16, 2, 73)[..., 5:69],
+    "a slice of 66": torch.empty(3, 16, 2, 66)[..., :64],
+    "a slice of 68 in one head": torch.empty(3, 16, 1, 68)[..., :64],
+    "an odd page": torch.empty(10_000).as_strided((3, 16, 2, 64), (2052, 128, 64, 1)),
+    "one page of odd size": torch.empty(10_000).as_strided((1, 16, 2, 64), (2051, 128, 64, 1)),
+    "one token": torch.empty(3, 1, 1, 8),
+}
+
+
+@pytest.mark.parametrize("name", STRIDED)
+def test_the_hint_divides_every_offset(name: str) -> None:
+    """Where it did not, wide loads would be misaligned; a larger power of two does not, up to the most that is told."""
+    cache = STRIDED[name]
+    places = itertools.product(*(range(size) for size in cache.shape[:3]))
+    offsets = [sum(a * b for a, b in zip(place, cache.stride(), strict=False)) for place in places]
+    hint = attention_launch.stride_hint(cache)
+    assert hint & (hint - 1) == 0 and all(offset % hint == 0 for offset in offsets)
+    assert hint == attention_launch.MOST_HINT or any(offset % (2 * hint) for offset in offsets)
+
+
 @triton.jit
 def tile_pages_kernel(
     table, page_table, out, begin, end, first_valid_id, PAGE: tl.constexpr, CHUNK: tl.constexpr, N: tl.constexpr
@@ -164,6 +190,33 @@ def test_each_token_of_a_tile_finds_its_page(page: int, keys: int, virtual: bool
             if virtual:
                 known = int(page_table[known]) if known >= 1 else -1
             assert found == known, (token, begin, end)
+
+
+@pytest.mark.parametrize("queries", [1, 12], ids=["decode", "prefill"])
+@pytest.mark.parametrize("page", [1, 16, 17, 24, 48, 64, 256])
+def test_one_id_is_read_for_each_chunk_of_a_row(monkeypatch: pytest.MonkeyPatch, page: int, queries: int) -> None:
+    """And one entry of the page table: never for each token, and none behind the row's end."""
+    shape = Shape(
+        lens=(512 + 7,), queries=(queries,), heads=1, kv_heads=1, page_tokens=page, head_dim=16, head_dim_v=16
+    )
+    call = make_problem(shape).call
+    tables = [call["block_table"], call["page_table"]]
+    read = [0, 0]
+    stock = InterpreterBuilder.create_masked_load
+
+    def counted(self: Any, pointers: Any, mask: Any, *others: Any) -> Any:
+        addresses = np.atleast_1d(pointers.data)[np.atleast_1d(mask.data).astype(bool)]
+        for number, table in enumerate(tables):
+            begin = table.data_ptr()
+            read[number] += int(((addresses >= begin) & (addresses < begin + table.nbytes)).sum())
+        return stock(self, pointers, mask, *others)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", counted)
+    paged_attention.paged_attention(**call, num_splits=1)
+    sizes = tuning.Sizes(16, 16, 4, 4, tuning.INTERPRETER)
+    keys = (tuning.decode_tiles(16, sizes) if queries == 1 else tuning.prefill_tiles(sizes)).keys
+    chunks = -(-(512 + 7) // attention_launch.chunk_tokens(page, keys))
+    assert read == [chunks, chunks]
 
 
 # -- grids -----------------------------------------------------------------------------------------------------------
@@ -362,7 +415,7 @@ def _on_an_idle_gpu(module: Any) -> None:
 def decode_variants() -> set[tuple[int, int]]:
     """Rows of a tile and splits, which are all that decode is compiled for beside what a model decides."""
     group, found = QUERY_HEADS // KV_HEADS, set()
-    sizes = tuning.Sizes(HEAD_DIM, HEAD_DIM, 2, 2, tuning.INTERPRETED)
+    sizes = tuning.Sizes(HEAD_DIM, HEAD_DIM, 2, 2, tuning.INTERPRETER)
     for rows, context, new in itertools.product(COUNTS, CONTEXTS, COUNTS):
         if rows > 1 or new <= tuning.MOST_DECODE_QUERIES:
             most = group * min(new, tuning.MOST_DECODE_QUERIES)

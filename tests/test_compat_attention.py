@@ -12,9 +12,11 @@ from avmp.backends import use_backend
 from avmp.compat import flash_attn, flash_attn_3, flashinfer, vllm
 from avmp.device_batch import PhysicalCsr, PhysicalTable
 from avmp.errors import Inconsistent, InvalidArgument, Unsupported
+from avmp.kernels import attention_tuning
 from tests.chaos import ChaosMigration
 from tests.compat_problems import GARBAGE_ID, Paged, assert_near, attention64
 from tests.test_cache_pool import pool_of
+from tests.triton_interpreter import ORDERS, program_order
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -38,6 +40,20 @@ def backend(request: pytest.FixtureRequest, interpreter: None) -> Iterator[str]:
         yield request.param
 
 
+WAYS = {"torch": ("torch", "forward"), **{f"triton {order}": ("triton", order) for order in ORDERS}}
+
+
+@pytest.fixture(params=WAYS)
+def appending_backend(
+    request: pytest.FixtureRequest, interpreter: None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """For calls that write: by Triton in several programs, in every order."""
+    name, order = WAYS[request.param]
+    monkeypatch.setattr(attention_tuning, "KV_TILE_INTERPRETED", 64)
+    with use_backend(name), program_order(order, seed=1):
+        yield name
+
+
 def starts_of(*counts: int) -> torch.Tensor:
     return torch.tensor([0, *counts]).cumsum(0).int()
 
@@ -57,7 +73,7 @@ def starts_of(*counts: int) -> torch.Tensor:
     ids=["plain", "causal-softcap", "window-scale", "causal-alibi", "right-alibi-rows"],
 )
 @pytest.mark.parametrize("dense", [False, True], ids=["paged", "dense"])
-def test_flash_attention_2_appends_and_attends(backend: str, dense: bool, options: dict[str, Any]) -> None:
+def test_flash_attention_2_appends_and_attends(appending_backend: str, dense: bool, options: dict[str, Any]) -> None:
     p = Paged((0, 5, 11), room=3)
     q, k, v = p.new(3, 2, HEADS, 16), p.new(3, 3, 2, 16), p.new(3, 3, 2, 16)
     if dense:
@@ -109,14 +125,17 @@ def test_flash_attention_2_counts_alibi_in_its_lse_as_the_peer_does(
     for row in range(3):
         keys, values = torch.cat([p.keys[row], k[row]]), torch.cat([p.values[row], v[row]])
         own = slopes if slopes.dim() == 1 else slopes[row]
-        expected, natural = attention64(q[row], keys, values, causal, window, slopes=own, by_position=by_position)
+        alibi = "position" if by_position else "distance"
+        expected, natural = attention64(q[row], keys, values, causal, window, slopes=own, alibi=alibi)
         assert_near(out[row], expected)
         assert_near(lse[row].T, natural)
 
 
 @pytest.mark.parametrize(("module", "table"), [(flash_attn, "block_table"), (flash_attn_3, "page_table")])
 @pytest.mark.parametrize("dense", [False, True], ids=["paged", "dense"])
-def test_flash_attention_attends_to_what_a_row_has_room_for(backend: str, dense: bool, module: Any, table: str) -> None:
+def test_flash_attention_attends_to_what_a_row_has_room_for(
+    appending_backend: str, dense: bool, module: Any, table: str
+) -> None:
     """Behind a row's own pages lie those of others: neither lengths nor new tokens lead there."""
     g = torch.Generator().manual_seed(0)
     pool = [torch.randn(8, 4, 2, 16, generator=g) for _ in range(2)]
@@ -227,7 +246,7 @@ def test_flash_attention_3_takes_ragged_queries(backend: str) -> None:
         assert_near(lse[:, tokens].T, expected_lse)
 
 
-def test_flash_attention_3_scales_fp8_by_row_and_head(backend: str) -> None:
+def test_flash_attention_3_scales_fp8_by_row_and_head(appending_backend: str) -> None:
     p = Paged((6, 9), room=1, dtype=FP8)
     q, k, v = p.new(2, 1, HEADS, 16), p.new(2, 1, 2, 16), p.new(2, 1, 2, 16)
     scales = [torch.rand(2, 2, generator=p.g) + 0.5 for _ in range(3)]
@@ -253,6 +272,10 @@ def test_flash_attention_3_scales_fp8_by_row_and_head(backend: str) -> None:
         dict(cache_leftpad=torch.zeros(2).int()),
         dict(cu_seqlens_k_new=torch.zeros(3).int()),
         dict(cache_batch_idx=torch.zeros(2).int()),
+        dict(rotary_seqlens=torch.zeros(2).int()),
+        dict(q_descale=torch.ones(2, 2)),
+        dict(k_descale=torch.ones(2, 2)),
+        dict(v_descale=torch.ones(2, 2)),
     ],
     ids=lambda changed: next(iter(changed)),
 )
@@ -276,17 +299,34 @@ def unified(p: Paged, q: torch.Tensor, counts: tuple[int, ...], out: torch.Tenso
     assert vllm.unified_attention(**call | changed) is None
 
 
+HINTS: dict[str, Any] = dict(
+    seq_threshold_3D=8, num_par_softmax_segments=2, softmax_segm_output=torch.empty(14, HEADS, 2, 16),
+    softmax_segm_max=torch.empty(14, HEADS, 2), softmax_segm_expsum=torch.empty(14, HEADS, 2), use_td=True,
+    mm_prefix_clamp_sliding_window=True,
+)  # fmt: skip
+SINKS = torch.tensor([1.0, -1.0, 0.5, 2.0])
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {},
-        dict(softcap=2.0, window_size=(3, 0), use_td=True),
-        dict(sinks=torch.tensor([1.0, -1.0, 0.5, 2.0])),
+        HINTS,
+        dict(softcap=2.0, window_size=(3, 0)),
+        dict(sinks=SINKS),
         dict(alibi_slopes=SLOPES),
+        dict(alibi_slopes=SLOPES, sinks=SINKS),
+        dict(alibi_slopes=SLOPES, causal=False, softcap=2.0),
+        dict(alibi_slopes=SLOPES, use_alibi_sqrt=True, sinks=SINKS, window_size=(3, 0)),
+        dict(alibi_slopes=SLOPES, use_alibi_sqrt=True, causal=False),
         dict(causal=False, window_size=(2, 2)),
         dict(causal=torch.tensor([True, False, True]), window_size=(2, -1), sinks=torch.zeros(HEADS)),
+        dict(causal=torch.tensor([False, True, True]), alibi_slopes=SLOPES, sinks=SINKS),
     ],
-    ids=["plain", "window-softcap", "sinks", "alibi", "bidirectional", "causal-rows"],
+    ids=[
+        *("plain", "hints", "window-softcap", "sinks", "alibi", "alibi-sinks", "alibi-bidirectional", "root-sinks"),
+        *("root-bidirectional", "bidirectional", "causal-rows", "alibi-causal-rows"),
+    ],
 )
 def test_unified_attention_writes_its_output_in_place(backend: str, options: dict[str, Any]) -> None:
     p = Paged((7, 9, 0))
@@ -296,10 +336,11 @@ def test_unified_attention_writes_its_output_in_place(backend: str, options: dic
     unified(p, q, counts, out, **options)
     causal = torch.as_tensor(options.get("causal", True)).expand(3).tolist()
     left = options.get("window_size", (-1, -1))[0]
+    alibi = "root" if options.get("use_alibi_sqrt") else "query"
     for row, tokens in enumerate(torch.arange(12).split(counts)):
         expected, _ = attention64(
             q[tokens], p.keys[row], p.values[row], causal[row], (left, left), 0.25, options.get("softcap", 0.0),
-            options.get("alibi_slopes"), options.get("sinks"),
+            options.get("alibi_slopes"), options.get("sinks"), alibi,
         )  # fmt: skip
         assert_near(out[tokens], expected)
     assert (out[12:] == 0).all()
@@ -338,11 +379,8 @@ def test_unified_attention_divides_an_output_in_fp8_and_saturates() -> None:
         dict(rswa_prefix_lens=torch.zeros(2)),
         dict(rswa_window=3),
         dict(chunk_lookback=0),
-        dict(use_alibi_sqrt=True),
         dict(kv_quant_mode=3),
         dict(k_scale_cache=torch.zeros(1)),
-        dict(sinks=torch.zeros(HEADS), alibi_slopes=SLOPES),
-        dict(causal=False, alibi_slopes=SLOPES),
     ],
     ids=lambda changed: next(iter(changed)),
 )
@@ -397,6 +435,36 @@ def test_flashinfer_decode_in_base_2_with_an_empty_row_and_several_queries(backe
             assert_near(out[tokens], expected)
             assert_near(lse[tokens], natural / math.log(2))
     wrapper.end_forward()
+
+
+def test_flashinfer_s_forward_brings_options_of_its_own(backend: str) -> None:
+    p = Paged((7, 5))
+    decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+    prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
+    tables, shape, counts = (p.indptr, p.indices, p.last), (HEADS, 2, 16, p.page), (3, 2)
+    q = p.new(5, HEADS, 16)
+    for wrapper in (decode, prefill):
+        with pytest.raises(InvalidArgument, match="plan comes before forward"):
+            wrapper.forward(q, tuple(p.caches))
+    decode.begin_forward(*tables, *shape, q_data_type="float32", sm_scale=0.1)
+    prefill.begin_forward(starts_of(*counts), *tables, *shape, q_data_type="float32", window_left=1, sm_scale=0.1)
+    options: dict[str, Any] = dict(window_left=3, logits_soft_cap=2.0, sm_scale=0.3, k_scale=0.5)
+    one, one_lse = decode.forward_return_lse(q[:2], tuple(p.caches), q_scale=2.0, **options)
+    many, lse = prefill.forward_return_lse(q, tuple(p.caches), True, **options)
+    assert torch.equal(prefill.forward(q, tuple(p.caches), True, **options), many)
+    assert torch.equal(decode.forward(q[:2], tuple(p.caches), "NONE", 2.0, **options), one)
+    for row, tokens in enumerate(torch.arange(5).split(counts)):
+        expected, natural = attention64(q[row : row + 1], p.keys[row], p.values[row], True, (3, 0), 0.3, 2.0)
+        assert_near(one[row], expected[0])
+        assert_near(one_lse[row], natural[0] / math.log(2))
+        expected, natural = attention64(q[tokens], p.keys[row], p.values[row], True, (3, 0), 0.15, 2.0)
+        assert_near(many[tokens], expected)
+        assert_near(lse[tokens], natural / math.log(2))
+    plain = prefill.forward(q, tuple(p.caches))
+    for row, tokens in enumerate(torch.arange(5).split(counts)):
+        assert_near(plain[tokens], attention64(q[tokens], p.keys[row], p.values[row])[0])
+    with pytest.raises(Unsupported, match="pos_encoding_mode is not offered"):
+        decode.forward(q[:2], tuple(p.caches), "ALIBI")
 
 
 def test_flashinfer_fp8_with_scales_on_the_device() -> None:

@@ -58,6 +58,12 @@ SIGNATURES = {
         self, q, paged_kv_cache, *args, q_scale=None, k_scale=None, v_scale=None, out=None, lse=None,
         return_lse=False, enable_pdl=None, window_left=None, sinks=None, q_len_per_req=None,
         skip_softmax_threshold_scale_factor=None, kv_cache_sf=None""",
+    DECODE.forward: """
+        self, q, paged_kv_cache, pos_encoding_mode='NONE', q_scale=None, k_scale=None, v_scale=None, window_left=-1,
+        logits_soft_cap=None, sm_scale=None, rope_scale=None, rope_theta=None""",
+    PREFILL.forward: """
+        self, q, paged_kv_cache, causal=False, pos_encoding_mode='NONE', use_fp16_qk_reduction=False, k_scale=None,
+        v_scale=None, window_left=-1, logits_soft_cap=None, sm_scale=None, rope_scale=None, rope_theta=None""",
     PREFILL.__init__: """
         self, float_workspace_buffer, kv_layout='NHD', use_cuda_graph=False, qo_indptr_buf=None,
         paged_kv_indptr_buf=None, paged_kv_indices_buf=None, paged_kv_last_page_len_buf=None, custom_mask_buf=None,

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -27,6 +28,7 @@ from avmp.kernels import (
 )
 from tests import triton_interpreter
 from tests.attention_problems import Expected, Problem, Shape, low_precision, make_problem, oracle
+from tests.test_attention_limits import Recorder
 
 pytestmark = pytest.mark.usefixtures("interpreter", "one_thread")
 
@@ -44,17 +46,24 @@ FACTORS: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     "rows": (
         {"lens": (37, 5, 64), "queries": (1, 1, 1)},
-        {"lens": (21, 0, 33), "queries": (2, 3, 4)},
+        {"lens": (21, 0, 33), "queries": (2, 3, 4), "leading_tokens": 1},
         {"lens": (40, 12, 70), "queries": (11, 12, 9)},
-        {"lens": (65, 30, 20), "queries": (1, 13, 3), "padded_rows": 1, "padded_tokens": 2},
+        {"lens": (65, 30, 20), "queries": (1, 13, 3), "padded_rows": 1, "padded_tokens": 2, "leading_tokens": 2},
     ),
     "heads": tuple({"heads": h, "kv_heads": k} for h, k in ((4, 4), (4, 2), (5, 1), (6, 2), (16, 1))),
     "dims": tuple({"head_dim": d, "head_dim_v": v} for d, v in ((16, 16), (80, 80), (64, 128), (112, 96), (256, 32))),
     "page": tuple({"page_tokens": n} for n in (16, 1, 24, 64, 48, 256)),
-    "order": ({"order": "NHD"}, {"order": "HND"}),
+    "order": ({"order": "NHD"}, {"order": "HND"}, {"order": "NHD", "sliced": True}, {"order": "HND", "sliced": True}),
     "ids": ({"virtual": True}, {"virtual": False}, {"virtual": False, "first_valid_id": 0}),
     "mask": ({}, {"window": 9}, {"window": (6, 3), "causal": False}, {"causal": False}),
-    "scores": ({}, {"softcap": 3.0}, {"alibi": "head"}, {"alibi": "row", "softcap": 20.0}),
+    "scores": (
+        {},
+        {"softcap": 3.0},
+        {"alibi": "head"},
+        {"alibi": "row", "softcap": 20.0},
+        {"alibi": "head", "alibi_form": "position"},
+        {"alibi": "row", "alibi_form": "root"},
+    ),
     "sinks": ({}, {"sinks": True}),
     "null": ({}, {"null_columns": ((0, 0), (2, 0))}),
     "splits": ({"num_splits": 0}, {"num_splits": 1}, {"num_splits": 4}),
@@ -132,6 +141,18 @@ def test_features_in_pairs(number):
     with triton_interpreter.program_order(triton_interpreter.ORDERS[number % 3], seed=number):
         expected.check(*attend("kernels", problem, num_splits=splits))
     expected.check(*attend("reference", problem))
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_a_batch_of_decode_and_prefill(program_order, splits):
+    """With tokens of no row before and behind, a row of padding, an empty one, one that is all new: two launches and a
+    merge write to one ``out``, and each element is written."""
+    shape = Shape(
+        lens=(65, 150, 0, 3, 20, 70), queries=(1, 40, 0, 3, 20, 8), leading_tokens=2, padded_rows=1, padded_tokens=3,
+        heads=6, kv_heads=2, sinks=True, window=(50, 0), dtype=torch.bfloat16,
+    )  # fmt: skip
+    problem = make_problem(shape)
+    Expected(problem.call).check(*attend("kernels", problem, num_splits=splits))
 
 
 @pytest.mark.parametrize("fault", [1, 4])
@@ -227,6 +248,28 @@ def test_splits_at_their_edges(program_order, extra):
     Expected(problem.call).check(*attend("kernels", problem, num_splits=4))
 
 
+def test_equal_calls_give_equal_bits(program_order):
+    """When contexts are split by the shapes, too, in whatever order the programs run."""
+    problem = make_problem(Shape(lens=(300, 700), queries=(1, 2), heads=2, kv_heads=1))
+    first = attend("kernels", problem)
+    with triton_interpreter.program_order("shuffle", seed=7):
+        again = attend("kernels", problem)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_launches_depend_on_shapes_and_bounds_alone(monkeypatch):
+    """Never on what the tables hold: a captured graph is replayed with other rows."""
+    recorder = Recorder(monkeypatch, paged_attention, "decode_kernel", "merge_kernel", "prefill_kernel")
+    call = make_problem(Shape(lens=(2048, 700, 3), queries=(1, 2, 9))).call
+    grids = []
+    for lens, starts in (((2048, 700, 3), (0, 1, 3, 12)), ((9, 9, 9), (0, 9, 10, 12)), ((0, 1, 2048), (0, 0, 0, 0))):
+        tables = {"seq_lens": torch.tensor(lens).int(), "query_start_loc": torch.tensor(starts).int()}
+        paged_attention.paged_attention(**call | tables)
+        grids.append(dict(recorder.grids))
+    assert set(grids[0]) == {"decode_kernel", "merge_kernel", "prefill_kernel"} and grids[0]["decode_kernel"][2] > 1
+    assert grids[0] == grids[1] == grids[2]
+
+
 def test_equal_calls_split_equally():
     """By shapes alone: never by what the rows hold."""
     counts = [attention_tuning.split_count(8, 1 << power, 4 * 132) for power in range(6, 18)]
@@ -286,6 +329,93 @@ def test_nothing_to_attend(module):
     starts = torch.zeros(3, dtype=torch.int32)
     out, lse = attend(module, problem, q=problem.call["q"][:0], query_start_loc=starts)
     assert out.shape[0] == 0 and lse.shape[0] == 0
+    idle = make_problem(Shape(lens=(5, 0), queries=(0, 0), padded_tokens=3))
+    assert idle.call["max_query_len"] == 0
+    out, lse = attend(module, idle)
+    assert len(out) == 3 and (out == 0).all() and (lse == float("-inf")).all()
+
+
+NOT_FINITE = {
+    "key": lambda call, bad: call["key_cache"][_page(call)].select(0, 3)[:1].fill_(bad),
+    "value": lambda call, bad: call["value_cache"][_page(call)].select(0, 3)[:1, :5].fill_(bad),
+    "query": lambda call, bad: call["q"][-1, :1].fill_(bad),
+    "sink": lambda call, bad: call["sinks"][:1].fill_(bad),
+}
+
+
+def _page(call: dict[str, Any]) -> int:
+    """Physical id of the first page of the last row."""
+    return int(call["page_table"][call["block_table"][-1, 0]])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=["nan", "inf"])
+@pytest.mark.parametrize("where", NOT_FINITE)
+@pytest.mark.parametrize(
+    ("queries", "shape"),
+    [(1, {}), (1, {"dtype": torch.bfloat16, "softcap": 5.0}), (12, {})],
+    ids=["decode", "capped bf16", "prefill"],
+)
+def test_what_is_not_finite_shows(where, queries, bad, shape):
+    """In out and in the log-sum-exp, alike in plain softmax, the reference, decode however split, and prefill."""
+    problem = make_problem(Shape(lens=(9, 200), queries=(1, queries), sinks=True, **shape))
+    NOT_FINITE[where](problem.call, bad)
+    expected = [tensor.isfinite() for tensor in oracle(problem.call)]
+    assert not expected[0].all()
+    assert expected[0][:1].all() or where == "sink"
+    for module, splits in (("reference", 0), ("kernels", 1), ("kernels", 4)):
+        for mine, right in zip(attend(module, problem, num_splits=splits), expected, strict=True):
+            assert torch.equal(mine.isfinite(), right), (module, splits)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_row_without_keys_beside_a_sink_that_is_no_number(module):
+    problem = make_problem(Shape(lens=(0, 20), queries=(1, 1), sinks=True))
+    problem.call["sinks"][0], problem.call["sinks"][1] = float("nan"), float("-inf")
+    out, lse = attend(module, problem)
+    assert out[:, 0].isnan().all() and lse[:, 0].isnan().all() and not out[:, 1:].isnan().any()
+    assert lse[0, 1] == float("-inf") and (out[0, 1:] == 0).all()
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("far", [2**30, 2**31 - 1, 2**63 - 1])
+def test_a_window_that_reaches_beyond_every_context_is_none(module, far):
+    problem = make_problem(Shape(lens=(5, 40), queries=(2, 12), causal=False, heads=2))
+    for window, same in (((-1, far), None), ((far, 2), (-1, 2)), (far, (-1, 0))):
+        found, right = attend(module, problem, window=window), attend(module, problem, window=same)
+        assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True)), window
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_numbers_of_other_kinds_mean_the_same(module):
+    """Integers of numpy; scales, slopes and sinks in float64."""
+    problem = make_problem(Shape(queries=(1, 2, 12), window=3, scales="row", alibi="row", sinks=True))
+    right = attend(module, problem)
+    names = ("key_scale", "value_scale", "alibi_slopes", "sinks")
+    changed = {name: problem.call[name].double() for name in names} | {"window": np.int64(3)}
+    assert all(torch.equal(a, b) for a, b in zip(attend(module, problem, **changed), right, strict=True))
+    pair = attend(module, problem, window=[np.int32(2), np.int64(0)])
+    assert all(torch.equal(a, b) for a, b in zip(pair, right, strict=True))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_the_default_device_changes_nothing(module):
+    """Neither while it is another one nor afterwards."""
+    call = make_problem(Shape(dtype=torch.bfloat16, queries=(1, 2, 12))).call
+    right = MODULES[module](**call)
+    attention_pages.MEMORY.kept.clear()
+    with torch.device("meta"):
+        found = MODULES[module](**call)
+    for mine in (found, MODULES[module](**call)):
+        assert all(torch.equal(a, b) for a, b in zip(mine, right, strict=True))
+
+
+@pytest.mark.parametrize("width", [0, 1, 2])
+def test_the_reference_refuses_rows_longer_than_their_table(width):
+    problem = make_problem(Shape(lens=(5, 37), queries=(1, 1)))
+    with pytest.raises(InvalidArgument, match=f"row 1 has 3 pages of 16 tokens by seq_lens, its block table {width}"):
+        attend("reference", problem, block_table=problem.call["block_table"][:, :width])
+    idle = make_problem(Shape(lens=(5, 37), queries=(1, 0)))
+    attend("reference", idle, block_table=idle.call["block_table"][:, :1])
 
 
 def test_sinks_alone_are_the_denominator_of_what_sees_nothing():
@@ -329,11 +459,32 @@ def test_the_launcher_waits_for_nothing(monkeypatch):
         ({"q": torch.zeros(3, 4, 48)}, InvalidArgument),
         ({"seq_lens": torch.zeros(2, dtype=torch.int32)}, InvalidArgument),
         ({"seq_lens": torch.zeros(3, dtype=torch.int64)}, InvalidArgument),
+        ({"q": torch.zeros(3, 0, 32)}, InvalidArgument),
+        ({"page_table": torch.zeros(1, 9, dtype=torch.int32)}, InvalidArgument),
+        ({"page_table": torch.zeros(9, 1, dtype=torch.int32)}, InvalidArgument),
+        ({"value_cache": torch.zeros(2, 16, 2, 32)}, InvalidArgument),
+        ({"key_cache": torch.zeros(9, 0, 2, 32), "value_cache": torch.zeros(9, 0, 2, 32)}, InvalidArgument),
+        ({"key_cache": torch.zeros(9, 16, 0, 32), "value_cache": torch.zeros(9, 16, 0, 32)}, InvalidArgument),
+        ({"first_valid_id": -1}, InvalidArgument),
+        ({"num_splits": -1}, InvalidArgument),
         ({"window": 0}, InvalidArgument),
+        ({"window": (3,)}, InvalidArgument),
+        ({"window": (3, 1, 0)}, InvalidArgument),
+        ({"window": True}, InvalidArgument),
+        ({"window": (True, 0)}, InvalidArgument),
+        ({"window": 2.5}, InvalidArgument),
+        ({"window": (2.5, 0)}, InvalidArgument),
         ({"softcap": -1.0}, InvalidArgument),
+        ({"softcap": float("nan")}, InvalidArgument),
+        ({"softcap": float("inf")}, InvalidArgument),
+        ({"alibi": "sideways"}, InvalidArgument),
         ({"sinks": torch.zeros(3)}, InvalidArgument),
         ({"key_scale": torch.zeros(4)}, InvalidArgument),
         ({"out": torch.zeros(3, 4, 16)}, InvalidArgument),
+        ({"out": torch.zeros(3, 4, 32, dtype=torch.float64)}, InvalidArgument),
+        ({"out": torch.zeros(3, 4, 32, dtype=torch.float8_e5m2)}, InvalidArgument),
+        ({"out": torch.zeros(1, 4, 32).expand(3, 4, 32)}, InvalidArgument),
+        ({"out": torch.zeros(5 * 32).as_strided((3, 4, 32), (16, 32, 1))}, InvalidArgument),
     ],
 )
 @pytest.mark.parametrize("module", MODULES)
@@ -391,7 +542,7 @@ from tests import triton_interpreter
 from tests.attention_problems import Shape, make_problem
 from avmp.kernels.paged_attention import paged_attention
 triton_interpreter.install()
-problem = make_problem(Shape(lens=(40, 9), queries=(1, 9), virtual=False, dtype=torch.bfloat16))
+problem = make_problem(Shape(lens=(9, 300), queries=(9, 1), virtual=False, dtype=torch.bfloat16))
 call, stride = problem.call, 2**28 + 2**24
 far = {}
 for name in ("key_cache", "value_cache"):  # the last pages begin beyond 2^31 elements and 2^32 bytes
@@ -402,10 +553,13 @@ for name in ("key_cache", "value_cache"):  # the last pages begin beyond 2^31 el
 assert len(cache) * stride > 2**31
 table = torch.empty(2**31 + 2**20, dtype=torch.int32).as_strided(call["block_table"].shape, (2**31 + 64, 1))
 table.copy_(call["block_table"])
-q = torch.empty(10 * 2**28, dtype=torch.bfloat16).as_strided(call["q"].shape, (2**28, 32, 1))
+q, out = (torch.empty(10 * 2**28, dtype=torch.bfloat16).as_strided(call["q"].shape, (2**28, 32, 1)) for _ in range(2))
 q.copy_(call["q"])
-for one, other in zip(paged_attention(**call), paged_attention(**call | far | {"block_table": table, "q": q})):
-    assert torch.equal(one, other)
+for splits in (1, 4):
+    far |= {"block_table": table, "q": q, "out": out}
+    near = paged_attention(**call, num_splits=splits)
+    for one, other in zip(near, paged_attention(**call | far, num_splits=splits)):
+        assert torch.equal(one, other)
 """
 
 
@@ -422,19 +576,22 @@ def test_other_pairs(seed):
         splits = case.pop("num_splits")
         problem = make_problem(Shape(**case), seed=1000 * seed + number)
         expected = Expected(problem.call)
-        for module in MODULES:
-            expected.check(*attend(module, problem, num_splits=splits))
+        with triton_interpreter.program_order(triton_interpreter.ORDERS[number % 3], seed=number):
+            for module in MODULES:
+                expected.check(*attend(module, problem, num_splits=splits))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [1, 2, 4, 8, 16, 32, 64, 128, 256, 24, 48, 17, 528])
 @pytest.mark.parametrize("dim", [16, 32, 64, 80, 96, 112, 128, 192, 256])
 def test_every_page_size_and_head_dim(page, dim):
+    orders = itertools.cycle(triton_interpreter.ORDERS)
     for dtype, queries in ((torch.bfloat16, (1, 2)), (torch.float32, (40, 3))):
         shape = Shape(
             lens=(page + 150, 77), queries=queries, page_tokens=page, head_dim=dim, head_dim_v=dim, dtype=dtype
         )
         problem = make_problem(shape)
         expected = Expected(problem.call)
-        for module in MODULES:
-            expected.check(*attend(module, problem))
+        with triton_interpreter.program_order(next(orders), seed=page + dim):
+            for module in MODULES:
+                expected.check(*attend(module, problem))

@@ -51,18 +51,23 @@ def flash_attn_with_kvcache(
 
     * ``cu_seqlens_q`` int32 ``[rows + 1]`` with ``max_seqlen_q``: q is ``[tokens, heads, head_dim]``, out likewise;
     * q and caches in fp8 e4m3 with ``q_descale``, ``k_descale``, ``v_descale`` fp32 ``[rows, kv_heads]``: out in bf16.
+      Other dtypes are not scaled: a scale beside them is refused.
 
     The log-sum-exp is fp32 ``[rows, heads, queries]`` or ``[heads, tokens]``, -inf for a query that sees nothing.
-    Without effect: ``scheduler_metadata``, ``pack_gqa``, ``sm_margin``, ``rotary_interleaved``, ``rotary_seqlens``;
-    ``num_splits`` changes rounding only. Raises Unsupported for qv, rotary_cos, rotary_sin, cache_leftpad,
-    attention_chunk, cu_seqlens_k_new, and for cache_batch_idx with a page_table.
+    Without effect: ``scheduler_metadata``, ``pack_gqa``, ``sm_margin``, ``rotary_interleaved``; ``num_splits`` changes
+    rounding only. Raises Unsupported for qv, rotary_cos, rotary_sin, rotary_seqlens, cache_leftpad, attention_chunk,
+    cu_seqlens_k_new, and for cache_batch_idx with a page_table.
     """
-    refuse(FUNCTION, "rotate q and k before the call", rotary_cos=rotary_cos, rotary_sin=rotary_sin)
+    rotary = dict(rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_seqlens=rotary_seqlens)
+    refuse(FUNCTION, "rotate q and k before the call", **rotary)
     refuse(FUNCTION, "let every sequence begin at the first token of its cache", cache_leftpad=cache_leftpad)
     refuse(FUNCTION, "append k and v of equal length per row, or by write_kv", cu_seqlens_k_new=cu_seqlens_k_new)
     refuse(FUNCTION, "use plain or windowed attention", qv=qv, attention_chunk=attention_chunk)
     picked = cache_batch_idx if page_table is not None else None
     refuse(FUNCTION, "pick the rows of page_table before the call", cache_batch_idx=picked)
+    if q.dtype != torch.float8_e4m3fn:
+        scales = dict(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+        refuse(FUNCTION, f"it is for q in float8_e4m3fn, got {q.dtype}", **scales)
     require(0 <= num_splits <= MOST_SPLITS, FUNCTION, f"num_splits {num_splits}: expected 0 to {MOST_SPLITS}")
     ragged = cu_seqlens_q is not None
     require(q.dim() == (3 if ragged else 4), FUNCTION, f"q of {q.dim()} dimensions, cu_seqlens_q given: {ragged}")
@@ -72,9 +77,7 @@ def flash_attn_with_kvcache(
     caches = Caches(FUNCTION, q, k_cache, v_cache, page_table, cache_batch_idx, cache_seqlens, rows)
     caches.append(k, v)
     tokens = unit_stride(q) if ragged else unit_stride(q).flatten(0, 1)
-    if q.dtype != torch.float8_e4m3fn:
-        k_descale = v_descale = None
-    elif q_descale is not None:
+    if q_descale is not None:
         k_descale = q_descale if k_descale is None else q_descale * k_descale
     result: Any = paged_attention(
         tokens.to(torch.bfloat16) if q.dtype == torch.float8_e4m3fn else tokens,

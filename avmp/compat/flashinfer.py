@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from avmp.compat.arguments import refuse, require, uniform_starts, unstamped
-from avmp.compat.paged_wrapper import Cache, PagedWrapper, Scale, key_and_value, planned_dtypes
+from avmp.compat.paged_wrapper import Cache, PagedWrapper, Scale, key_and_value, planned_dtypes, refuse_encoding
 from avmp.ops import write_kv
 
 PLAN_NAMES = (
@@ -69,8 +69,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         refuse(self._name, "leave it 0", window_right=given.pop("window_right", 0))
         unknown = sorted(set(given) - set(PLAN_NAMES))
         require(not unknown, self._name, f"plan: unknown arguments {unknown}")
-        both, encoding = given.get("data_type"), given.get("pos_encoding_mode") or "NONE"
-        refuse(self._name, "encode positions in q and k before the call", pos_encoding_mode=encoding != "NONE")
+        both = given.get("data_type")
+        refuse_encoding(self._name, given.get("pos_encoding_mode"))
         q_dtype = given.get("q_data_type", "float16") or both
         dtypes = planned_dtypes(q_dtype, given.get("kv_data_type") or both, given.get("o_data_type"))
         queries = given.get("q_len_per_req") or 1
@@ -121,7 +121,29 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         scales = q_scale, k_scale, v_scale
         return self._attend(q, paged_kv_cache, self._starts, queries, scales, out, lse, return_lse, window_left, sinks)
 
+    def _forward(
+        self,
+        return_lse: bool,
+        q: torch.Tensor,
+        paged_kv_cache: Cache,
+        pos_encoding_mode: str = "NONE",
+        q_scale: Scale = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """``run`` with these options in place of the plan's, from now on. Without effect: ``rope_scale``,
+        ``rope_theta``."""
+        self._replace_options(None, pos_encoding_mode, window_left, logits_soft_cap, sm_scale)
+        return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
+
     begin_forward = plan
+    forward = partialmethod(_forward, False)
+    forward_return_lse = partialmethod(_forward, True)
     run_return_lse = partialmethod(run, return_lse=True)
 
     def end_forward(self) -> None:
@@ -201,8 +223,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         items = dict(prefix_len_ptr=prefix_len_ptr, token_pos_in_items_ptr=token_pos_in_items_ptr)
         lengths = dict(token_pos_in_items_len=token_pos_in_items_len, max_item_len_ptr=max_item_len_ptr)
         refuse(self._name, "use causal or window_left", **masks, **items, **lengths)
-        unencoded = pos_encoding_mode == "NONE"
-        refuse(self._name, "encode positions in q and k before the call", pos_encoding_mode=not unencoded)
+        refuse_encoding(self._name, pos_encoding_mode)
         dtypes = planned_dtypes(q_data_type, kv_data_type, o_data_type)
         rows = len(unstamped(paged_kv_last_page_len, "kv_last_page_len")[0])
         require(len(qo_indptr) == rows + 1, self._name, f"qo_indptr has {len(qo_indptr)} entries for {rows} rows")
@@ -246,7 +267,30 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             q, paged_kv_cache, self._starts, most_queries, scales, out, lse, return_lse, window_left, sinks
         )
 
+    def _forward(
+        self,
+        return_lse: bool,
+        q: torch.Tensor,
+        paged_kv_cache: Cache,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """``run`` with these options in place of the plan's, from now on. Without effect: ``use_fp16_qk_reduction``,
+        ``rope_scale``, ``rope_theta``."""
+        self._replace_options(causal, pos_encoding_mode, window_left, logits_soft_cap, sm_scale)
+        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
+
     begin_forward = plan
+    forward = partialmethod(_forward, False)
+    forward_return_lse = partialmethod(_forward, True)
     run_return_lse = partialmethod(run, return_lse=True)
 
     def end_forward(self) -> None:

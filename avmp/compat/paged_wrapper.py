@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from avmp.compat.arguments import require, unstamped
+from avmp.compat.arguments import refuse, require, unstamped
 from avmp.ops import paged_attention
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -109,14 +109,33 @@ class PagedWrapper:
         split: bool,
     ) -> None:
         """Sets what ``run`` uses beside the tables."""
-        self._dtypes = dtypes
+        self._dtypes, self._splits = dtypes, 0 if split else 1
+        self._set_options(causal, window_left, logits_soft_cap, sm_scale)
+
+    def _set_options(
+        self, causal: bool, window_left: int, logits_soft_cap: float | None, sm_scale: float | None
+    ) -> None:
         self._window, self._scale = window_left, sm_scale
         self._options: dict[str, Any] = dict(
             causal=causal,
             window=(max(window_left, -1), 0 if causal else -1),
             softcap=max(logits_soft_cap or 0.0, 0.0),
-            num_splits=0 if split else 1,
+            num_splits=self._splits,
         )
+
+    def _replace_options(
+        self,
+        causal: bool | None,
+        pos_encoding_mode: str,
+        window_left: int,
+        logits_soft_cap: float | None,
+        sm_scale: float | None,
+    ) -> None:
+        """What ``forward`` brings takes the place of what was planned; ``causal`` None: as it was."""
+        refuse_encoding(self._name, pos_encoding_mode)
+        require(self._table is not None, self._name, "plan comes before forward")
+        planned = self._options["causal"]
+        self._set_options(planned if causal is None else causal, window_left, logits_soft_cap, sm_scale)
 
     @torch.no_grad()
     def _attend(
@@ -174,6 +193,12 @@ class PagedWrapper:
             return out
         natural = result[1]
         return out, torch.mul(natural, LOG2E, out=torch.empty_like(natural) if lse is None else lse)
+
+
+def refuse_encoding(name: str, pos_encoding_mode: str | None) -> None:
+    """Raises Unsupported for positions that attention would have to encode."""
+    encoded = (pos_encoding_mode or "NONE") != "NONE"
+    refuse(name, "encode positions in q and k before the call", pos_encoding_mode=encoded)
 
 
 def planned_dtypes(q: Any, cache: Any, out: Any) -> tuple[torch.dtype, torch.dtype, torch.dtype]:

@@ -6,7 +6,7 @@ Where the peer leaves the output of padding as it was, or computes it from a zer
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -61,24 +61,24 @@ def unified_attention(
 
     fp8 caches are scaled with ``kv_quant_mode`` 1 only; q may then be fp8 too. ``output_scale`` divides a result that
     is stored in fp8. Without effect: ``seq_threshold_3D``, ``num_par_softmax_segments``, ``softmax_segm_*``,
-    ``use_td``, ``mm_prefix_clamp_sliding_window``. Raises Unsupported for qq_bias, mm_prefix_range, rswa, lookback,
-    square-root ALiBi and other ``kv_quant_mode``; for ``alibi_slopes`` with ``sinks`` in prefill, or not causal.
+    ``use_td``, ``mm_prefix_clamp_sliding_window``. Raises Unsupported for qq_bias, mm_prefix_range, rswa, lookback and
+    other ``kv_quant_mode``.
     """
     name = "unified_attention"
     refuse(name, "use plain, causal or windowed attention", qq_bias=qq_bias, mm_prefix_range=mm_prefix_range)
     lookback = chunk_lookback + 1
     refuse(name, "use window_size", rswa_prefix_lens=rswa_prefix_lens, rswa_window=rswa_window, chunk_lookback=lookback)
-    refuse(name, "use alibi_slopes that grow linearly", use_alibi_sqrt=use_alibi_sqrt)
     refuse(name, "use kv_quant_mode 0 or 1", k_scale_cache=k_scale_cache, v_scale_cache=v_scale_cache)
     other = int(kv_quant_mode) not in (NO_QUANTISATION, FP8_PER_TENSOR)
     refuse(name, f"it is {int(kv_quant_mode)}; use 0, or 1 (fp8 per tensor)", kv_quant_mode=other)
-    if alibi_slopes is not None:
-        _refuse_beside_alibi(name, causal, sinks, max_seqlen_q)
     key_scale, value_scale = _scales(q.dtype, kv_quant_mode, q_descale, k_descale, v_descale)
     if q.dtype == torch.float8_e4m3fn:
         q = q.to(torch.bfloat16 if out.dtype == torch.float8_e4m3fn else out.dtype)
     table, first_valid_id = unstamped(block_table, "block_table")
     left = window_size[0]
+    alibi: Literal["distance", "position", "root"] = "root" if use_alibi_sqrt else "position"
+    if alibi == "position" and sinks is None and causal is True:
+        alibi = "distance"  # the same up to a number per query, which cancels; and small where the weights are large
 
     def attend(causal: bool, lens: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
         return ops.paged_attention(
@@ -96,6 +96,7 @@ def unified_attention(
             causal=causal,
             softcap=softcap,
             alibi_slopes=alibi_slopes,
+            alibi=alibi,
             sinks=sinks,
             key_scale=key_scale,
             value_scale=value_scale,
@@ -112,12 +113,6 @@ def unified_attention(
     if output_scale is not None:
         largest = torch.finfo(torch.float8_e4m3fn).max
         out.copy_((result.float() / output_scale).clamp_(-largest, largest))
-
-
-def _refuse_beside_alibi(name: str, causal: bool | torch.Tensor, sinks: torch.Tensor | None, max_seqlen_q: int) -> None:
-    """The peer's bias grows with the key's position, ours falls with the distance: alike up to a number per query."""
-    refuse(name, "use causal=True with alibi_slopes", causal=not isinstance(causal, bool) or not causal)
-    refuse(name, "leave alibi_slopes or sinks out", sinks=sinks if max_seqlen_q > 1 else None)
 
 
 def _scales(
