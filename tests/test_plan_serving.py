@@ -10,6 +10,7 @@ from avmp.geometry import AttentionLayer, Geometry, StateLayer, StatePart
 from avmp.named_models import named_model
 from avmp.serving.arrivals import at_once
 from avmp.serving.devices import find_device, given_costs, model_costs
+from avmp.serving.figures import draw_plan
 from avmp.serving.metrics import summarize
 from avmp.serving.planning import RULES, format_serving_plan, plan_serving
 from avmp.serving.roofline import StepModel
@@ -84,7 +85,7 @@ def test_requests_that_end_together_have_a_rate(made, outputs):
 
 
 def test_a_rule_that_the_model_does_not_suit_is_left_out_with_the_reason():
-    """Two attention layers of different width: vLLM's rule needs equal ones."""
+    """Two attention layers of different width: pools of equal blocks need equal ones."""
     geometry = Geometry(
         attention_layers=(AttentionLayer(0, 1, 64, 64, "bfloat16"), AttentionLayer(1, 1, 128, 128, "bfloat16")),
         state_layers=(StateLayer(2, (StatePart("ssm", (64, 64), "float32"),)),),
@@ -92,7 +93,7 @@ def test_a_rule_that_the_model_does_not_suit_is_left_out_with_the_reason():
     )
     server = Server(StepModel(geometry, given_costs(geometry, 1.0, None, 4), find_device("l4")), cache_bytes=1 << 26)
     plan = plan_serving(server, builtin_trace("sharegpt", 30, 0))
-    assert set(plan.left_out) == {"vllm", "vllm-align"}
+    assert set(plan.left_out) == {"vllm", "vllm-align", "padded", "paper"}
     assert "without vllm: policy vllm: layers of custom differ in bytes" in format_serving_plan(plan)
 
 
@@ -106,6 +107,18 @@ def test_the_command_prints_both_plans(told):
     assert [name for name in names if not name.startswith("-")] == ["policy", *RULES]
 
 
+def test_a_trace_is_planned_for_as_a_workload_is(told, tmp_path):
+    file = tmp_path / "azure.csv"
+    rows = [f"2023-11-16 18:15:{n:02}.0,{200 + 9 * n},{20 + n}\n" for n in range(30)]
+    file.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(rows))
+    plan = json.loads(told(*ARGUMENTS[:5], "--trace", str(file), *DEVICE, "--json"))["serving"]
+    assert (plan["trace"], plan["requests"]) == ("azure.csv", 30)
+    rules = {rule["rule"]: rule for rule in plan["rules"]}
+    assert tuple(rules) == RULES
+    assert all(rule["requests_per_second"] > 0 for rule in rules.values())
+    assert 0 < rules["best-static"]["split"] < 1 and rules["padded"]["gain_of_avmp"] > 0
+
+
 def test_the_command_as_json_and_as_figure(told, tmp_path):
     figure = tmp_path / "plan.png"
     report = json.loads(told(*ARGUMENTS, *DEVICE, "--json", "--plot", str(figure)))
@@ -115,6 +128,20 @@ def test_the_command_as_json_and_as_figure(told, tmp_path):
     assert figure.read_bytes().startswith(b"\x89PNG")
     free = json.loads(told(*ARGUMENTS[:7], "--device", "l4", "--requests", "5", "--json"))
     assert free["arena_bytes"] > 10 << 30
+
+
+def test_what_is_drawn_of_a_plan(made, monkeypatch):
+    figures = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **rest: figures.append(figure))
+    plan = made[2]
+    draw_plan("plan.png", plan)
+    rates, memory = figures[0].axes
+    assert (rates.get_title(), rates.get_xlabel()) == ("under full load", "requests per second")
+    assert (memory.get_title(), memory.get_xlabel()) == ("memory in use", "share of the arena")
+    assert [text.get_text() for text in memory.get_legend().get_texts()] == ["states", "KV"]
+    for axes in (rates, memory):
+        assert [label.get_text() for label in axes.get_yticklabels()] == list(RULES)
+    assert [bar.get_width() for bar in rates.patches] == [each.requests_per_second for each in plan.expectations]
 
 
 def test_without_a_device_nothing_but_the_arena_is_planned(told, refused):

@@ -4,11 +4,22 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 
 from avmp.cli import main
+from avmp.named_models import named_model
+from avmp.options import Options
+from avmp.serving.arrivals import at_rate
 from avmp.serving.command import WORKLOAD_NAMES
+from avmp.serving.devices import Device, ModelCosts
+from avmp.serving.engine_rules import EngineRules
+from avmp.serving.metrics import Latency, summarize
+from avmp.serving.roofline import FORMULA, TIME_SHARES, Assumptions, StepModel
+from avmp.serving.search import MOST_RUNS
+from avmp.serving.server import Server
+from avmp.workloads import builtin_trace
 
 SMALL = ("serve-sim", "--model", "zamba2-2.7b", "--device", "l4", "--requests", "40", "--cache-memory", "3GiB")
 ONE = ("--policy", "avmp")
@@ -53,7 +64,9 @@ def written(tmp_path):
 
 
 def rows(text):
-    return [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| ")][2:]
+    """First cells of the tables of results; that of the time of steps is narrower."""
+    lines = [line.split("|") for line in text.splitlines() if line.startswith("| ")]
+    return [line[1].strip() for line in lines if len(line) > 12][2:]
 
 
 def test_a_table_for_each_rate(told):
@@ -88,6 +101,65 @@ def test_json_says_by_which_rules_and_target(told):
     assert run["engine"] == {"token_budget": 8192, "max_batch": 9, "preemption": "swap", "reserve_tokens": 0}
     assert run["target"] == {"first_token_seconds": 0.001, "per_token_seconds": 0.1}
     assert run["good_requests_per_second"] == 0 < run["requests_per_second"]
+
+
+def test_a_run_can_be_had_again_from_its_line_alone(told):
+    """Everything that the server was built from is in it."""
+    rules = ("--max-batch", "9", "--preemption", "swap", "--hysteresis", "0.5", "--overhead-ms", "2", "--tp", "2")
+    figures = ("--bandwidth", "300", "--flops", "121", "--memory", "24GB", "--page-tokens", "32")
+    base = [part for part in SMALL if part not in ("--device", "l4")]
+    run = json.loads(told(*base, *figures, *rules, *ONE, "--json", "--seed", "4", "--rate", "5"))
+    device, assumptions, costs = (run[name] for name in ("device_figures", "assumptions", "costs"))
+    assert (run["convention"], run["page_tokens"], run["config"], run["seed"]) == ("vllm", 32, None, 4)
+    assert run["options"]["hysteresis"] == 0.5 and assumptions["overhead_seconds"] == 0.002
+    geometry = named_model(run["model"], page_tokens=run["page_tokens"], convention=run["convention"])
+    model = StepModel(geometry, ModelCosts(**costs), Device(**device), run["tp"], Assumptions(**assumptions))
+    server = Server(model, EngineRules(**run["engine"]), Options(**run["options"]), run["arena_bytes"])
+    trace = at_rate(builtin_trace(run["trace"], run["requests"], run["seed"]), run["rate"], run["seed"])
+    result = summarize(server.serve(run["policy"], trace), Latency(**run["target"]))
+    assert result.digest == run["digest"]
+
+
+def test_the_best_split_is_served_once_and_says_how_far_it_is(told, monkeypatch):
+    """A split that was found is not served again, and progress goes on during the search."""
+    shares, items = [], {}
+
+    class Noted:
+        def part(self, name, count):
+            items[name] = [count]
+            return items[name].append
+
+    @contextmanager
+    def noted(stream, total):
+        items["all"] = total
+        yield Noted()
+
+    serve = Server.serve
+
+    def counted(self, policy, *rest):
+        shares.append(policy)
+        return serve(self, policy, *rest)
+
+    monkeypatch.setattr(Server, "serve", counted)
+    monkeypatch.setattr("avmp.serving.command.progress_on", noted)
+    run = json.loads(told(*SMALL, "--policy", "best-static", "--json"))
+    splits = [share for share in shares if share != "oracle"]
+    assert len(splits) == len(set(splits)) <= MOST_RUNS and shares.count("oracle") == 1
+    assert run["share"] in [float(share) for share in splits]
+    budget, *told_of = items["best-static"]
+    assert budget == items["all"] == 40 * MOST_RUNS == told_of[-1]
+    assert told_of == sorted(told_of) and len(set(told_of)) > len(splits) / 2
+
+
+def test_the_formula_and_what_the_time_went_to_are_printed(told):
+    text = told(*SMALL, "--rate", "5", *ONE)
+    assert FORMULA in text
+    row = text.split("What the time of steps went to:")[1].splitlines()
+    assert [cell.strip() for cell in row[1].split("|")[1:-1]] == ["policy", *TIME_SHARES, "moves", "swaps"]
+    assert sum(float(cell.strip(" %")) for cell in row[3].split("|")[2:-1]) == pytest.approx(100, abs=0.4)
+    run = json.loads(told(*SMALL, "--rate", "5", *ONE, "--json"))
+    assert tuple(run["time_shares"]) == (*TIME_SHARES, "moves", "swaps")
+    assert sum(run["time_shares"].values()) == pytest.approx(1)
 
 
 def test_the_same_bytes_in_other_processes(repository):
@@ -156,6 +228,36 @@ def test_figures_are_drawn(told, refused, tmp_path, monkeypatch):
     assert "--plot needs matplotlib" in refused(*SMALL, "--plot", str(file))
 
 
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that are saved, instead of their files."""
+    figures = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **rest: figures.append(figure))
+    return figures
+
+
+def labels(axes):
+    return axes.get_title(), axes.get_xlabel(), axes.get_ylabel()
+
+
+def test_what_is_drawn_of_runs(told, drawn):
+    policies = ("avmp", "vllm")
+    arguments = (*SMALL, "--rate", "3", "6", "--policy", *policies)
+    told(*arguments, "--plot", "runs.png")
+    runs = [json.loads(line) for line in told(*arguments, "--json").splitlines()]
+    memory, latencies, throughput = drawn[0].axes
+    assert labels(memory) == ("memory under avmp", "seconds", "share of the arena")
+    shown = [text.get_text() for text in memory.get_legend().get_texts()]
+    assert shown == ["states in use", "KV in use", "the states' side ends", "the KV side begins"]
+    assert labels(latencies) == ("time to first token", "seconds", "share of requests")
+    assert labels(throughput) == ("throughput", "requests per second offered", "output tokens per second")
+    for axes in (latencies, throughput):
+        assert [line.get_label() for line in axes.lines] == list(policies)
+    for line in throughput.lines:
+        wanted = [run["tokens_per_second"] for run in runs if run["policy"] == line.get_label()]
+        assert (list(line.get_xdata()), list(line.get_ydata())) == ([3.0, 6.0], wanted)
+
+
 @pytest.mark.filterwarnings("error")
 def test_figures_of_runs_without_a_token_are_drawn(told, tmp_path, written):
     file = tmp_path / "runs.png"
@@ -187,6 +289,18 @@ def test_conversations_without_times_get_them_by_rate_and_seed(told, written):
     ]
     assert runs[0]["digest"] == runs[1]["digest"] != runs[2]["digest"]
     assert runs[0]["seconds"] == pytest.approx(15, rel=0.5)
+
+
+def test_mooncake_and_burstgpt_are_served(told, written):
+    line = '{"timestamp": %d, "input_length": %d, "output_length": %d, "hash_ids": [1]}\n'
+    mooncake = written("".join(line % (1000 * n, 100 + n, 5 + n) for n in range(20)), "mooncake.jsonl")
+    header = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+    rows = [f"{n},ChatGPT,{100 + n},{5 + n},{105 + 2 * n},Conversation log\n" for n in range(20)]
+    burst = written(header + "".join(rows), "burst.csv")
+    runs = [json.loads(told(*SMALL[:5], "--trace", file, *ONE, "--json")) for file in (mooncake, burst)]
+    for run in runs:
+        assert (run["requests"], run["completed"], run["output_tokens"]) == (20, 20, sum(range(5, 25)))
+    assert runs[0]["digest"] == runs[1]["digest"]
 
 
 def test_the_time_of_policies_is_told_apart(capsys):

@@ -16,7 +16,7 @@ from avmp.serving.devices import Device, ModelCosts
 from avmp.serving.engine_rules import EngineRules
 from avmp.serving.metrics import summarize
 from avmp.serving.roofline import Assumptions, StepModel
-from avmp.serving.simulator import TICK, simulate
+from avmp.serving.simulator import TICK, _Run, simulate
 from avmp.workloads import Trace
 
 # Two attention layers of 128 B a token and four state layers of 512 B; pages of 4 tokens.
@@ -75,8 +75,8 @@ class Request:
 class Slow:
     """One token at a time, in plain lists; ``holds(lengths)`` says which sequences fit together."""
 
-    def __init__(self, trace, holds, rules, longest=60):
-        self.holds, self.rules = holds, rules
+    def __init__(self, trace, holds, rules, name, longest=60):
+        self.holds, self.rules, self.name = holds, rules, name
         columns = trace.arrival_seconds, trace.prompt_tokens, trace.output_tokens
         rows = zip(*(column.tolist() for column in columns), strict=True)
         self.requests = [Request(i, *row) for i, row in enumerate(rows)]
@@ -110,7 +110,7 @@ class Slow:
             preempted = True
             self.preemptions += 1
             if self.rules.preemption == "swap":
-                swapped_units += self.bytes_of(last)
+                swapped_units += bytes_of(self.name, last.room)
                 last.on_host = True
             else:
                 self.recomputed += last.cached
@@ -130,7 +130,7 @@ class Slow:
             self.running.append(self.waiting.pop(0))
             if head.on_host:
                 head.on_host = False
-                swapped_units += self.bytes_of(head)
+                swapped_units += bytes_of(self.name, head.room)
                 head.room = want
                 tokens_left -= head.to_read if head.reading else 1
                 decoding += [] if head.reading else [head]
@@ -140,10 +140,6 @@ class Slow:
             if math.isnan(head.admitted):
                 head.admitted = self.now
         self.end_step(decoding, swapped_units)
-
-    @staticmethod
-    def bytes_of(request):
-        return -(-request.room // 4) * PAGE + SLOT
 
     def end_step(self, decoding, swapped_bytes):
         budget = self.rules.token_budget - len(decoding)
@@ -179,15 +175,24 @@ class Slow:
                 self.running.remove(r)
 
 
+def bytes_of(name, tokens):
+    """What a sequence of so many tokens holds. vLLM's rule makes blocks of 16 tokens in two layers of this geometry,
+    4 KiB, of which the states take two; the padded pool makes blocks of 512 B, to which nothing here is padded."""
+    return (-(-tokens // 16) + 2) * 4096 if name == "vllm" else -(-tokens // 4) * PAGE + SLOT
+
+
 def holds_of(name, layout):
     """Which lengths fit together beside some spare tokens, for policies whose rule takes one line."""
-    budget, half = layout.arena_bytes - layout.null_bytes, layout.arena_bytes // 2
+    arena, half = layout.arena_bytes, layout.arena_bytes // 2
     rules = {
         "avmp": lambda pages, slots: layout.holds(pages, slots),
-        "oracle": lambda pages, slots: pages * PAGE + slots * SLOT <= budget,
+        "oracle": lambda pages, slots: pages * PAGE + slots * SLOT <= arena - layout.null_bytes,
         "static-0.5": lambda pages, slots: pages <= half // PAGE and slots <= half // SLOT,
+        "padded": lambda pages, slots: 2 * pages + 4 * slots <= arena // 512,
+        "vllm": lambda blocks, slots: blocks + 2 * slots <= arena // 4096 - 1,
     }
-    return lambda lengths, spare=0: rules[name](sum(-(-n // 4) for n in [*lengths, spare]), len(lengths))
+    step = 16 if name == "vllm" else 4
+    return lambda lengths, spare=0: rules[name](sum(-(-n // step) for n in [*lengths, spare]), len(lengths))
 
 
 def random_traces():
@@ -200,8 +205,8 @@ def random_traces():
 @settings(max_examples=150, deadline=None)
 @given(
     trace=random_traces(),
-    units=st.integers(2, 14),
-    name=st.sampled_from(["avmp", "oracle", "static-0.5"]),
+    units=st.integers(2, 20),
+    name=st.sampled_from(["avmp", "oracle", "static-0.5", "padded", "vllm"]),
     preemption=st.sampled_from(["recompute", "swap"]),
     token_budget=st.sampled_from([8, 17, 200]),
     reserve=st.sampled_from([0, 3, 16]),
@@ -209,7 +214,7 @@ def random_traces():
 def test_every_run_is_that_of_the_slow_simulator(trace, units, name, preemption, token_budget, reserve):
     layout, rules = layout_of(units), EngineRules(token_budget, 8, preemption, reserve)
     served = simulate(trace, Still(make_policy(name, setup_of(layout))), MODEL, rules)
-    slow = Slow(trace, holds_of(name, layout), rules).run()
+    slow = Slow(trace, holds_of(name, layout), rules, name).run()
     assert served.refused.tolist() == [r.number for r in slow.refused]
     assert served.step_end.tolist() == slow.ends
     first = [r.tokens[0] if r.tokens else math.nan for r in slow.requests]
@@ -340,6 +345,22 @@ def _fields(model):
 # -- every policy ----------------------------------------------------------------------------------------------------
 
 
+def produced_by_step(run):
+    """How many tokens each request got in each step, a row a step; and what became of everything."""
+
+    def left():
+        now = np.array(run.left)
+        now[run.requests] = run.last_step - run.steps
+        return now
+
+    before, rows = left(), []
+    while run.step():
+        now = left()
+        rows.append(before - now)
+        before = now
+    return np.array(rows, dtype=np.int64).reshape(-1, len(run.trace)), run.result()
+
+
 @settings(max_examples=120, deadline=None)
 @given(
     trace=random_traces(),
@@ -351,22 +372,26 @@ def _fields(model):
 def test_every_token_of_every_request_is_produced_once_or_the_request_is_reported(
     trace, units, name, preemption, reserve
 ):
-    policy = make_policy(name, setup_of(layout_of(units)))
-    served = simulate(trace, policy, MODEL, EngineRules(200, 8, preemption, reserve))
+    policy, rules = make_policy(name, setup_of(layout_of(units))), EngineRules(200, 8, preemption, reserve)
+    produced, served = produced_by_step(_Run(trace, policy, MODEL, rules))
+    assert set(np.unique(produced)) <= {0, 1} and produced.sum(axis=1).tolist() == served.step_tokens.tolist()
     kept = np.setdiff1d(np.arange(len(trace)), served.refused)
     assert np.isnan(served.finished[served.refused]).all() and not np.isnan(served.finished[kept]).any()
-    assert int(served.step_tokens.sum()) == int(trace.output_tokens[kept].sum())
+    assert produced.sum(axis=0)[kept].tolist() == trace.output_tokens[kept].tolist()
+    assert not produced[:, served.refused].any()
     gaps = int(served.gap_count.sum()) + len(served.late_gaps)
     assert gaps == int(np.maximum(trace.output_tokens[kept] - 1, 0).sum())
     read_again = served.prefill_tokens - int(trace.prompt_tokens[kept].sum())
     assert served.recomputed_tokens <= read_again <= served.recomputed_tokens + served.preemptions
-    assert (served.first_token[kept] > trace.arrival_seconds[kept]).all() or (trace.output_tokens[kept] == 0).any()
+    wanted = kept[trace.output_tokens[kept] > 0]
+    silent = np.setdiff1d(np.arange(len(trace)), wanted)
+    assert (served.first_token[wanted] > trace.arrival_seconds[wanted]).all()
+    assert np.isnan(served.first_token[silent]).all()
+    assert (served.finished[wanted] >= served.first_token[wanted]).all()
     assert policy.used_bytes() == {"kv": 0, "state": 0}
     assert all(s.kv_used + s.state_used <= policy.arena_bytes for s in served.samples)
     assert all(s.kv_used <= s.kv_extent and s.state_used <= s.state_extent for s in served.samples)
-    again = simulate(
-        trace, make_policy(name, setup_of(layout_of(units))), MODEL, EngineRules(200, 8, preemption, reserve)
-    )
+    again = simulate(trace, make_policy(name, setup_of(layout_of(units))), MODEL, rules)
     assert summarize(again) == summarize(served)
 
 

@@ -34,6 +34,8 @@ from avmp.serving.metrics import Latency, summarize
 from avmp.serving.planning import RULES, ServingPlan, plan_serving
 from avmp.serving.report import Run, as_lines, as_text
 from avmp.serving.roofline import Assumptions, StepModel
+from avmp.serving.search import MOST_RUNS
+from avmp.serving.served import Served
 from avmp.serving.server import Server, TimedPolicy
 from avmp.units import parse_bytes
 from avmp.workloads import WORKLOADS, Trace
@@ -193,7 +195,8 @@ def run(arguments: argparse.Namespace, geometry: Geometry, trace: Trace, options
         if name != BEST_STATIC:
             server.policy(name, trace)  # raises now, not after the first runs
     runs: list[Run] = []
-    with progress_on(sys.stderr, len(trace) * len(rates) * len(policies)) as progress:
+    served = len(policies) + (BEST_STATIC in policies) * (MOST_RUNS - 1)  # a trace is served so many times at most
+    with progress_on(sys.stderr, len(trace) * len(rates) * served) as progress:
         for rate in rates:
             arriving = trace if rate is None else at_rate(trace, rate, arguments.seed or 0)
             runs += [_serve(server, name, arriving, rate, target, arguments, progress) for name in policies]
@@ -201,7 +204,10 @@ def run(arguments: argparse.Namespace, geometry: Geometry, trace: Trace, options
         _draw(arguments.plot, runs)
     if arguments.timeline:
         _write_timeline(arguments.timeline, runs)
-    return (as_lines if arguments.json else as_text)(server, trace, target, runs)
+    if not arguments.json:
+        return as_text(server, trace, target, runs)
+    asked = {"convention": arguments.convention, "config": arguments.config, "seed": arguments.seed or 0}
+    return as_lines(server, trace, target, runs, asked)
 
 
 def _serve(
@@ -213,20 +219,39 @@ def _serve(
     arguments: argparse.Namespace,
     progress: Progress,
 ) -> Run:
-    report, share = progress.part(name, len(trace)), None
-    policy: str | MemoryPolicy = name
     if name == BEST_STATIC:
-        best = server.best_static_of(trace, target)
-        share = float(best.share)
-        policy = server.policy(best.share, trace)
-    if arguments.time_allocator:
-        policy = TimedPolicy(policy if not isinstance(policy, str) else server.policy(policy, trace))
+        return _serve_best(server, trace, rate, target, arguments, progress)
+    report = progress.part(name, len(trace))
+    policy: str | MemoryPolicy = TimedPolicy(server.policy(name, trace)) if arguments.time_allocator else name
     served = server.serve(policy, trace, report)
     report(len(trace))
+    _tell_time(name, policy, served)
+    return Run(rate, name, None, summarize(served, target), served)
+
+
+def _serve_best(
+    server: Server,
+    trace: Trace,
+    rate: float | None,
+    target: Latency,
+    arguments: argparse.Namespace,
+    progress: Progress,
+) -> Run:
+    """The best of all runs of the search; it is served once more only where its processor time is asked for."""
+    items = len(trace) * MOST_RUNS
+    report = progress.part(BEST_STATIC, items)
+    best = server.best_static_of(trace, target, report)
+    report(items)
+    if arguments.time_allocator:
+        policy = TimedPolicy(server.policy(best.share, trace))
+        _tell_time(BEST_STATIC, policy, server.serve(policy, trace))
+    return Run(rate, BEST_STATIC, float(best.share), best.result, best.served, best.slots)
+
+
+def _tell_time(name: str, policy: str | MemoryPolicy, served: Served) -> None:
     if isinstance(policy, TimedPolicy):
         micros = policy.nanoseconds / 1e3 / max(len(served.step_end), 1)
         print(f"avmp: {name}: {micros:.1f} µs of processor time a step in the policy", file=sys.stderr)
-    return Run(rate, name, share, summarize(served, target), served)
 
 
 def _draw(path: str, runs: list[Run]) -> None:

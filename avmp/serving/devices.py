@@ -38,8 +38,29 @@ class Device:
 UNVERIFIED = "unverified: "
 """What a source begins with whose figures were not compared with it."""
 
-_PCIE4, _PCIE5 = 25.0 * GB, 50.0 * GB
-"""Sixteen lanes, about four fifths of the raw rate: what copies from pinned memory are known to reach."""
+
+@dataclass(frozen=True)
+class Assumed:
+    """A constant that no data sheet has, and what it rests on."""
+
+    value: float
+    source: str
+
+
+_KERNELS = UNVERIFIED + "what good kernels are known to reach"
+_LANES = UNVERIFIED + "sixteen lanes, four fifths of the raw rate, as copies from pinned memory are known to reach"
+ASSUMED = {
+    "bandwidth_share": Assumed(0.8, _KERNELS),
+    "flops_share": Assumed(0.6, _KERNELS),
+    "overhead_seconds": Assumed(0.003, UNVERIFIED + "launches, sampling and scheduling of an engine in Python"),
+    "cache_share": Assumed(0.9, UNVERIFIED + "vLLM's default of gpu_memory_utilization"),
+    "activation_bytes": Assumed(1 << 30, UNVERIFIED + "a round figure for a step of 8,192 tokens"),
+    # Per element of a recurrent state and token: decay, input, sum, output, two operations each but for the decay's.
+    "update_operations": Assumed(6, UNVERIFIED + "counted from the recurrence of Mamba2"),
+    "pcie4_bytes_per_second": Assumed(25.0 * GB, _LANES),
+    "pcie5_bytes_per_second": Assumed(50.0 * GB, _LANES),
+}
+_PCIE4, _PCIE5 = (ASSUMED[f"pcie{generation}_bytes_per_second"].value for generation in (4, 5))
 
 DEVICES = {
     device.name: device

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from avmp.baselines import IntArray
 from avmp.errors import InvalidArgument
+from avmp.serving.roofline import StepModel
 from avmp.serving.served import FloatArray, Served
 
 QUANTILES = (50, 90, 99)
@@ -138,6 +139,14 @@ def between_tokens(served: Served) -> tuple[FloatArray, IntArray]:
     order = np.argsort(values, kind="stable")
     seen = order[counts[order] > 0]
     return values[seen], counts[seen]
+
+
+def time_shares(model: StepModel, served: Served) -> dict[str, float]:
+    """What the time of all steps went to: reading weights, KV and states, or operations where these took longer, the
+    overhead, moves and swaps. They sum to 1."""
+    parts = model.split_seconds(served.step_work) | {"moves": served.move_seconds, "swaps": served.swap_seconds}
+    total = math.fsum(parts.values()) or 1.0
+    return {name: seconds / total for name, seconds in parts.items()}
 
 
 def _good(served: Served, target: Latency) -> NDArray[np.bool_]:

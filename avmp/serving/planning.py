@@ -17,7 +17,7 @@ from avmp.text_table import format_table
 from avmp.units import format_bytes
 from avmp.workloads import Trace
 
-RULES = ("avmp", "best-static", "sglang", "vllm", "vllm-align", "oracle")
+RULES = ("avmp", "best-static", "sglang", "sglang-unified", "vllm", "vllm-align", "padded", "paper", "oracle")
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,12 @@ def plan_serving(server: Server, trace: Trace, on_rule: Callable[[int], None] | 
 
 
 def _expect(server: Server, trace: Trace, rule: str) -> Expectation:
-    split = float(server.best_static_of(trace).share) if rule == "best-static" else None
-    served = server.serve(rule if split is None else f"static-{split:.3f}", trace)
+    best = server.best_static_of(trace) if rule == "best-static" else None
+    served = server.serve(rule, trace) if best is None else best.served
     middle = _middle(served)
     return Expectation(
         rule=rule,
-        split=split,
+        split=None if best is None else float(best.share),
         state_share=_mean([served.samples[at].state_used for at in middle]) / served.arena_bytes,
         kv_share=_mean([served.samples[at].kv_used for at in middle]) / served.arena_bytes,
         sequences=_mean([served.samples[at].batch for at in middle]),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
-from avmp.serving.metrics import Latency, ServingResult
+from avmp.serving.metrics import Latency, ServingResult, time_shares
+from avmp.serving.roofline import FORMULA
 from avmp.serving.served import Served
 from avmp.serving.server import Server
 from avmp.text_table import format_table
@@ -18,13 +20,14 @@ _SHOWN_LINES = 8
 
 @dataclass(frozen=True)
 class Run:
-    """One policy at one rate; ``share`` is that of the split that a search found."""
+    """One policy at one rate; ``share`` and ``slots`` are those of the split that a search found."""
 
     rate: float | None
     policy: str
     share: float | None
     result: ServingResult
     served: Served
+    slots: int | None = None
 
 
 def _refused_lines(trace: Trace, result: ServingResult) -> list[int] | None:
@@ -35,30 +38,45 @@ def _refused_lines(trace: Trace, result: ServingResult) -> list[int] | None:
     return lines
 
 
-def as_lines(server: Server, trace: Trace, target: Latency, runs: list[Run]) -> str:
-    """One JSON object a line for each run, with what it was run and judged by."""
+def as_lines(server: Server, trace: Trace, target: Latency, runs: list[Run], asked: Mapping[str, Any]) -> str:
+    """One JSON object a line for each run, with all that it was run and judged by; ``asked`` is what of it the server
+    does not know."""
+    setting = {"trace": trace.name, **_setting(server), **asked, "target": asdict(target)}
     return "\n".join(
         json.dumps(
             {
-                "trace": trace.name,
-                "model": server.model.geometry.name,
-                "device": server.model.device.name,
-                "tp": server.model.tp_size,
-                "arena_bytes": server.layout.arena_bytes,
-                "engine": asdict(server.rules),
-                "target": asdict(target),
+                **setting,
                 "rate": run.rate,
                 "share": run.share,
+                "slots": run.slots,
                 "refused_lines": _refused_lines(trace, run.result),
                 "busy_seconds": run.served.busy_seconds,
                 "move_seconds": run.served.move_seconds,
                 "swap_seconds": run.served.swap_seconds,
+                "time_shares": time_shares(server.model, run.served),
                 **run.result.as_dict(),
                 "policy": run.policy,
             }
         )
         for run in runs
     )
+
+
+def _setting(server: Server) -> dict[str, Any]:
+    """The server, so that a run can be had again from its record alone."""
+    model = server.model
+    return {
+        "model": model.geometry.name,
+        "page_tokens": model.geometry.page_tokens,
+        "costs": asdict(model.costs),
+        "device": model.device.name,
+        "device_figures": asdict(model.device),
+        "tp": model.tp_size,
+        "assumptions": asdict(model.assumptions),
+        "arena_bytes": server.layout.arena_bytes,
+        "engine": asdict(server.rules),
+        "options": asdict(server.options),
+    }
 
 
 _COLUMNS: tuple[tuple[str, Callable[[ServingResult], str]], ...] = (
@@ -95,8 +113,8 @@ def as_text(server: Server, trace: Trace, target: Latency, runs: list[Run]) -> s
         f"arena of {format_bytes(server.layout.arena_bytes)} on each device; steps of at most "
         f"{server.rules.token_budget:,} tokens and {server.rules.max_batch:,} requests, preemption by "
         f"{server.rules.preemption}, a reserve of {server.rules.reserve_tokens} tokens a running request",
-        "Simulated time from this model of a step, nothing was measured: seconds = overhead + max(bytes / bandwidth, "
-        "operations / flops) + moves + swaps.",
+        "Simulated time from this model of a step, nothing was measured:",
+        FORMULA,
         f"good: first token within {target.first_token_seconds:g} s, {target.per_token_seconds:g} s a token after it",
     ]
     for rate in rates:
@@ -104,8 +122,15 @@ def as_text(server: Server, trace: Trace, target: Latency, runs: list[Run]) -> s
         rows = [[_label(run), *(show(run.result) for _, show in _COLUMNS)] for run in chosen]
         heading = "Arrivals as they are:" if rate is None else f"{rate:g} requests per second offered:"
         parts += ["", heading, format_table(["policy", *(title for title, _ in _COLUMNS)], rows)]
+        parts += ["", "What the time of steps went to:", _time_table(server, chosen)]
         parts += [line for run in chosen for line in _describe_refused(trace, run)]
     return "\n".join(parts)
+
+
+def _time_table(server: Server, runs: list[Run]) -> str:
+    shares = [time_shares(server.model, run.served) for run in runs]
+    rows = [[_label(run), *(f"{part:.1%}" for part in each.values())] for run, each in zip(runs, shares, strict=True)]
+    return format_table(["policy", *shares[0]], rows)
 
 
 def _label(run: Run) -> str:

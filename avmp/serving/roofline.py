@@ -1,14 +1,7 @@
-"""How long one step of an engine takes: a model, not a measurement.
+"""How long one step of an engine takes: a model, not a measurement. FORMULA is all of it.
 
-    seconds = overhead + max(bytes / (bandwidth * share), operations / (flops * share)) + moves + swaps
-    bytes      = weights read + KV of every context read and of every new token written + states read and written
-    operations = 2 * active parameters * tokens + 4 * query width * attention layers * (token, key) pairs
-                 + 6 * state elements * tokens
-
-Weights are read once a step. Where only part of them is active for a token (mixture of experts), the part that T
-tokens touch is taken as 1 - (1 - active / all) ** T of all: each token's experts are drawn independently. Weights and
-operations are divided evenly among the ranks of tensor parallelism, caches as the geometry shards them; communication
-is not counted. A migration reads and writes each moved byte on the device; a swap crosses to the host.
+Weights and operations are divided evenly among the ranks of tensor parallelism, caches as the geometry shards them;
+communication is not counted.
 """
 
 from __future__ import annotations
@@ -16,27 +9,39 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+from numpy.typing import NDArray
+
 from avmp.errors import ArenaTooSmall, InvalidArgument
 from avmp.geometry import Geometry, dtype_bytes, require_count
-from avmp.serving.devices import Device, ModelCosts
+from avmp.serving.devices import ASSUMED, Device, ModelCosts
 from avmp.units import format_bytes
 
-_UPDATE_OPERATIONS = 6
-"""Per element of a recurrent state and token: decay, input, sum, output, two operations each but for the decay's."""
+FORMULA = """\
+    seconds    = overhead + max(bytes / (bandwidth * share), operations / (flops * share)) + moves + swaps
+    bytes      = weights read + KV of every context read and of every new token written + states read and written
+    operations = 2 * active parameters * tokens + 4 * query width * attention layers * (token, key) pairs
+                 + 6 * state elements * tokens
+    weights    = read once a step; where only part of them is active for a token (mixture of experts), the part that T
+                 tokens touch is 1 - (1 - active / all) ** T of all: each token's experts are drawn independently
+    moves      = 2 * bytes moved / (bandwidth * share);  swaps = bytes / bandwidth to the host"""
+
+TIME_SHARES = ("weights", "KV", "states", "operations", "overhead")
+"""What the time of a step goes to, moves and swaps aside: what is read, or else the operations, whichever is longer."""
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Constants of the model. Shares are of the data sheet's figures: 0.8 of the bandwidth and 0.6 of the operations
-    are what good kernels are known to reach. ``overhead_seconds`` is a step's launches, sampling and scheduling;
-    ``cache_share`` of the memory goes to weights, activations and caches, of which ``activation_bytes`` to the second.
+    """Constants of the model; ``devices.ASSUMED`` has their defaults, with what they rest on. Shares are of the data
+    sheet's figures. ``overhead_seconds`` is a step's launches, sampling and scheduling; ``cache_share`` of the memory
+    goes to weights, activations and caches, of which ``activation_bytes`` to the second.
     """
 
-    bandwidth_share: float = 0.8
-    flops_share: float = 0.6
-    overhead_seconds: float = 0.003
-    cache_share: float = 0.9
-    activation_bytes: int = 1 << 30
+    bandwidth_share: float = ASSUMED["bandwidth_share"].value
+    flops_share: float = ASSUMED["flops_share"].value
+    overhead_seconds: float = ASSUMED["overhead_seconds"].value
+    cache_share: float = ASSUMED["cache_share"].value
+    activation_bytes: int = int(ASSUMED["activation_bytes"].value)
 
     def __post_init__(self) -> None:
         for name in ("bandwidth_share", "flops_share", "cache_share"):
@@ -68,7 +73,7 @@ class StepModel:
     def _constants(self) -> tuple[float, float, float, float, float, float, float, float]:
         """What does not change from step to step: per device, and for the arithmetic of one token."""
         assumptions, device, rank = self.assumptions, self.device, self.rank_geometry
-        per_token = 2 * self.costs.active_parameters + _UPDATE_OPERATIONS * self.state_elements
+        per_token = 2 * self.costs.active_parameters + ASSUMED["update_operations"].value * self.state_elements
         return (
             self.costs.weights_bytes / self.tp_size,
             1 - self.costs.active_parameters / self.costs.parameters,
@@ -121,6 +126,18 @@ class StepModel:
         read = self.weights_read(tokens) + kv_bytes * (context_tokens + tokens) + state_bytes * sequences
         arithmetic = per_token * tokens + per_pair * pairs
         return self.assumptions.overhead_seconds + max(read / bandwidth, arithmetic / flops)
+
+    def split_seconds(self, work: NDArray[np.int64]) -> dict[str, float]:
+        """What the time of all steps went to, by TIME_SHARES; ``work`` has what ``seconds`` takes, a row a step."""
+        all_weights, untouched, kv_bytes, state_bytes, per_token, per_pair, bandwidth, flops = self._constants
+        tokens, sequences, context, pairs = work.T.astype(np.float64)
+        weights = all_weights * (1 - untouched**tokens if untouched else np.ones(len(work)))
+        read = np.array([weights, kv_bytes * (context + tokens), state_bytes * sequences]) / bandwidth
+        arithmetic = (per_token * tokens + per_pair * pairs) / flops
+        reads_longer = read.sum(axis=0) >= arithmetic
+        parts = [*(read * reads_longer).sum(axis=1).tolist(), float((arithmetic * ~reads_longer).sum())]
+        overhead = self.assumptions.overhead_seconds * len(work)
+        return dict(zip(TIME_SHARES, [*parts, overhead], strict=True))
 
     def move_seconds(self, moved_bytes: int) -> float:
         """A migration of so many bytes on one device: each is read and written."""

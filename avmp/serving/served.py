@@ -31,8 +31,9 @@ class Served:
     """What became of a trace, as arrays by request and by step.
 
     By request: ``admitted`` (first), ``first_token`` and ``finished`` are seconds, NaN where it never came to that.
-    By step: when it ended, the output tokens it yielded, its batch, and the seconds and number of its ``gaps``:
-    the times between one output token of a request and the next. ``late_gaps`` are those of requests that were
+    By step: when it ended, the output tokens it yielded, its batch, its ``work`` (a row of tokens, sequences, context
+    and pairs, as :meth:`StepModel.seconds` takes them), and the seconds and number of its ``gaps``: the times between
+    one output token of a request and the next. ``late_gaps`` are those of requests that were
     preempted in between.
     """
 
@@ -46,6 +47,7 @@ class Served:
     step_end: FloatArray
     step_tokens: IntArray
     step_batch: IntArray
+    step_work: IntArray
     gap_seconds: FloatArray
     gap_count: IntArray
     late_gaps: FloatArray

@@ -18,13 +18,10 @@ from avmp.serving.arrivals import at_once
 from avmp.serving.engine_rules import EngineRules
 from avmp.serving.metrics import Latency, summarize
 from avmp.serving.roofline import StepModel
-from avmp.serving.search import BestSplit, best_split
+from avmp.serving.search import MOST_RUNS, BestSplit, best_split
 from avmp.serving.served import Served
 from avmp.serving.simulator import simulate
 from avmp.workloads import Trace
-
-ENOUGH = 0.9999
-"""A static split with this part of the oracle's tokens per second is good enough to end the search."""
 
 Result = TypeVar("Result")
 
@@ -71,29 +68,48 @@ class Server:
         """Requests per second that are completed while all of them wait."""
         return sustained_rate(self.serve(policy, at_once(trace)))
 
+    def splits(self, trace: Trace) -> list[Fraction]:
+        """The states' share of every static split that can matter, ascending: 1 slot, 2, and so on, as many as leave a
+        page and can be in use at once, and all else for KV. Where the model has only one kind of cache, any share."""
+        layout = self.layout
+        if not (layout.has_pages and layout.has_slots):
+            return [Fraction(1, 2)]
+        room = (layout.arena_bytes - layout.page_total_bytes) // layout.slot_total_bytes
+        most = min(room, self.rules.max_batch, len(trace))  # at least 1: a layout holds a slot and a page
+        return [Fraction(slots * layout.slot_total_bytes, layout.arena_bytes) for slots in range(1, most + 1)]
+
     def best_static(
         self,
         trace: Trace,
         used_bytes: Mapping[str, float],
-        enough: float | None = None,
-        refused: int = 0,
         target: Latency | None = None,
         horizon: float | None = None,
-    ) -> BestSplit:
-        """The static split that serves this trace best: a search around the mean use of another run, such as the
-        oracle's (``ServingResult.used_bytes``). ENOUGH of ``enough`` tokens per second, with no more than ``refused``
-        requests refused, ends it at once."""
+        on_progress: Callable[[int], None] | None = None,
+        most_runs: int = MOST_RUNS,
+    ) -> BestSplit[Served]:
+        """The static split that serves this trace best: a search that begins at the mean use of another run, such as
+        the oracle's (``ServingResult.used_bytes``). ``on_progress`` is told how many requests all runs dealt with."""
+        before = 0
+
+        def run(share: Fraction) -> Served:
+            nonlocal before
+            done, before = before, before + len(trace)
+            return self.serve(share, trace, None if on_progress is None else lambda count: on_progress(done + count))
+
         return best_split(
-            lambda share: summarize(self.serve(share, trace), target, horizon),
+            self.splits(trace),
+            run,
+            lambda served: summarize(served, target, horizon),
             used_bytes["state"] / ((used_bytes["kv"] + used_bytes["state"]) or 1),
-            None if enough is None else ENOUGH * enough,
-            refused,
+            most_runs,
         )
 
-    def best_static_of(self, trace: Trace, target: Latency | None = None) -> BestSplit:
-        """The same, from a run of the oracle of its own."""
+    def best_static_of(
+        self, trace: Trace, target: Latency | None = None, on_progress: Callable[[int], None] | None = None
+    ) -> BestSplit[Served]:
+        """The same, from a run of the oracle of its own, which progress does not count."""
         oracle = summarize(self.serve("oracle", trace), target)
-        return self.best_static(trace, oracle.used_bytes, oracle.tokens_per_second, oracle.refused, target)
+        return self.best_static(trace, oracle.used_bytes, target, on_progress=on_progress)
 
 
 def sustained_rate(served: Served) -> float:

@@ -119,6 +119,7 @@ class _Run:
         self.step_end: list[float] = []
         self.step_tokens: list[int] = []
         self.step_batch: list[int] = []
+        self.step_work: list[tuple[int, int, int, int]] = []
         self.gap_count: list[int] = []
         self.step_seconds: list[float] = []
         self.late_gaps: list[float] = []
@@ -271,7 +272,8 @@ class _Run:
             tokens += chunk
             context += reader.read + chunk
             pairs += chunk * reader.read + chunk * (chunk + 1) // 2
-        seconds = _whole_ticks(self.model.seconds(tokens, decoding + len(chunks), context, pairs))
+        work = (tokens, decoding + len(chunks), context, pairs)
+        seconds = _whole_ticks(self.model.seconds(*work))
         moved = self.policy.moved_bytes
         if moved != self.moved_before:
             moving = _whole_ticks(self.model.move_seconds(moved - self.moved_before))
@@ -285,6 +287,7 @@ class _Run:
             seconds += swapping
         self.now += seconds
         self.step_seconds.append(seconds)
+        self.step_work.append(work)
         if self.steps % self.sample_every == 0:
             self._sample(decoding + len(self.readers))
 
@@ -380,6 +383,7 @@ class _Run:
             step_end=np.array(self.step_end),
             step_tokens=np.array(self.step_tokens, dtype=np.int64),
             step_batch=np.array(self.step_batch, dtype=np.int64),
+            step_work=np.array(self.step_work, dtype=np.int64).reshape(-1, 4),
             gap_seconds=np.array(self.step_seconds),
             gap_count=np.array(self.gap_count, dtype=np.int64),
             late_gaps=np.array(self.late_gaps),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from bench.serving.grid import LOADS, MODELS, TRACES
-from bench.serving.report import Study
+from bench.serving.study import Study
 
 FIGURE = Path(__file__).resolve().parent.parent / "results" / "serving.png"
 

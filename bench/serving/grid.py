@@ -7,7 +7,7 @@ model and trace. ``best-static`` is the static split found by a search that simu
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -21,9 +21,11 @@ from avmp.serving.arrivals import at_rate, paper_arrivals, shifting_day, take
 from avmp.serving.devices import find_device, model_costs
 from avmp.serving.metrics import ServingResult, summarize
 from avmp.serving.roofline import StepModel
-from avmp.serving.search import BestSplit
+from avmp.serving.search import MOST_RUNS, BestSplit
+from avmp.serving.served import Served
 from avmp.serving.server import Server
 from avmp.workloads import Trace, builtin_trace, read_trace
+from bench.serving.settings import search_constants, settings, trace_digest
 
 MODELS = {
     "jamba-v0.1": "h200",
@@ -49,6 +51,10 @@ EAGER = {"avmp-eager": "avmp", "vllm-eager": "vllm"}
 """The same policies where the engine admits whoever fits at this moment, as vLLM does: no reserve for growth."""
 
 OTHERS = ("vllm-align", "sglang", "sglang-cached", "sglang-unified", "padded", "paper", *EAGER)
+SPLITS_TRIED = {load: MOST_RUNS if load >= 1 else 12 for load in LOADS}
+"""Static splits that are tried at each load, at most: below capacity, where memory is not what runs out, fewer."""
+
+_STATIC_PROBE = "static-0.37"
 REQUESTS = 5000
 """Of each trace, at most."""
 
@@ -95,13 +101,29 @@ def _drawn(name: str, requests: int) -> Trace:
     return paper_arrivals(name, PAPER_TRACES[name]) if name in PAPER_TRACES else builtin_trace(name, requests, 0)
 
 
+def server_of(model: str, policy: str = "avmp") -> Server:
+    """A model on its device, with the engine that the policy is tried on."""
+    geometry = named_model(model, convention="vllm")
+    server = Server(StepModel(geometry, model_costs(geometry), find_device(MODELS[model])))
+    return replace(server, rules=replace(server.rules, reserve_tokens=0)) if policy in EAGER else server
+
+
+@lru_cache(maxsize=len(MODELS) * len(POLICIES + OTHERS))
+def settings_of(model: str, policy: str) -> str:
+    """What the figures of this model's cells under this policy depend on, their traces aside."""
+    if policy == "best-static":
+        return settings(server_of(model), _STATIC_PROBE, search_constants(), list(SPLITS_TRIED.items()))
+    return settings(server_of(model, policy), EAGER.get(policy, policy))
+
+
 class Ground:
     """One model on its device, and one trace: what all cells of the two share."""
 
     def __init__(self, model: str, trace: str, requests: int) -> None:
-        geometry = named_model(model, convention="vllm")
-        self.server = Server(StepModel(geometry, model_costs(geometry), find_device(MODELS[model])))
-        self.trace, self.left_out = _suited(_drawn(trace, requests), requests, geometry.max_position_embeddings)
+        self.model, self.server = model, server_of(model)
+        longest = self.server.model.geometry.max_position_embeddings
+        self.trace, self.left_out = _suited(_drawn(trace, requests), requests, longest)
+        self.trace_digest = trace_digest(self.trace)
 
     @cached_property
     def capacity(self) -> float:
@@ -110,22 +132,15 @@ class Ground:
 
     def run(self, policy: str, rate: float) -> ServingResult:
         """One policy at one rate. Slices are of the time in which requests arrive."""
-        server, trace = self.server, at_rate(self.trace, rate)
-        if policy in EAGER:
-            server = replace(server, rules=replace(server.rules, reserve_tokens=0))
-        served = server.serve(EAGER.get(policy, policy), trace)
+        trace = at_rate(self.trace, rate)
+        served = server_of(self.model, policy).serve(EAGER.get(policy, policy), trace)
         return summarize(served, horizon=float(trace.arrival_seconds[-1]))
 
-    def best_static(self, rate: float, oracle: dict[str, Any]) -> BestSplit:
+    def best_static(self, rate: float, oracle: dict[str, Any], most_runs: int) -> BestSplit[Served]:
         """The static split that does best at one rate, given the oracle's figures."""
         trace = at_rate(self.trace, rate)
-        return self.server.best_static(
-            trace,
-            oracle["used_bytes"],
-            oracle["tokens_per_second"],
-            oracle["refused"],
-            horizon=float(trace.arrival_seconds[-1]),
-        )
+        horizon = float(trace.arrival_seconds[-1])
+        return self.server.best_static(trace, oracle["used_bytes"], horizon=horizon, most_runs=most_runs)
 
 
 def _suited(trace: Trace, requests: int, longest: int | None) -> tuple[Trace, int]:
@@ -137,11 +152,13 @@ def _suited(trace: Trace, requests: int, longest: int | None) -> tuple[Trace, in
 
 def compute(cells: list[Cell], found: dict[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The records of these cells, which share model and trace, one by one. ``found`` are records of earlier runs; the
-    oracle's is needed by the cells that are compared with it, and computed again where it is missing."""
+    oracle's is needed by the cells that are compared with it, and computed again where it is missing. Raises
+    InvalidArgument where records of the same model and trace are of other requests."""
     if not cells:
         return
     first = cells[0]
     ground = Ground(first.model, first.trace, first.requests)
+    _require_same_trace(ground, first, found)
     oracles: dict[float, dict[str, Any]] = {}
     for cell in cells:
         if cell.load not in oracles:
@@ -151,13 +168,37 @@ def compute(cells: list[Cell], found: dict[str, dict[str, Any]]) -> Iterator[dic
         yield record
 
 
+def require_same_settings(found: Mapping[str, Mapping[str, Any]], cells: Iterable[Cell], path: Path) -> None:
+    """Raises InvalidArgument where the record of one of these cells was made with other settings than the present."""
+    for cell in cells:
+        record = found.get(cell.key)
+        if record is None:
+            continue
+        then, now = record.get("settings"), settings_of(cell.model, cell.policy)
+        if then != now:
+            raise InvalidArgument(
+                f"{path}: {cell.key} has the settings {then}, the simulated server now has {now}: its constants or "
+                "rules have changed since; remove the record, or go on in another file"
+            )
+
+
+def _require_same_trace(ground: Ground, cell: Cell, found: Mapping[str, Mapping[str, Any]]) -> None:
+    begin = f"{cell.model}/{cell.trace}/{cell.requests}/"
+    for key, record in found.items():
+        if key.startswith(begin) and record.get("trace_digest") != ground.trace_digest:
+            raise InvalidArgument(
+                f"trace {cell.trace}: its requests have the digest {ground.trace_digest}, those of the record {key} "
+                f"{record.get('trace_digest')}; remove the record, or bring back the trace"
+            )
+
+
 def _record(cell: Cell, ground: Ground, oracle: dict[str, Any] | None) -> dict[str, Any]:
     rate = oracle["rate"] if oracle else ground.capacity * cell.load
     extra: dict[str, Any] = {}
     if cell.policy == "best-static":
         assert oracle is not None
-        best = ground.best_static(rate, oracle["result"])
-        result, extra = best.result, {"share": float(best.share), "tried": best.tried}
+        best = ground.best_static(rate, oracle["result"], SPLITS_TRIED[cell.load])
+        result, extra = best.result, {"share": float(best.share), "slots": best.slots, "tried": best.tried}
     else:
         result = ground.run(cell.policy, rate)
     figures = result.as_dict()
@@ -172,6 +213,8 @@ def _record(cell: Cell, ground: Ground, oracle: dict[str, Any] | None) -> dict[s
         "requests": len(ground.trace),
         "rate": rate,
         "left_out": ground.left_out,
+        "trace_digest": ground.trace_digest,
+        "settings": settings_of(cell.model, cell.policy),
         "arena_bytes": ground.server.layout.arena_bytes,
         "result": figures,
         **extra,

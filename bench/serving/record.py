@@ -12,6 +12,11 @@ from avmp.errors import InvalidArgument
 RESULTS = Path(__file__).resolve().parent.parent / "results" / "serving.jsonl"
 
 
+def beside(record: Path, name: str) -> Path:
+    """The file for something that comes of a record: beside it, and named after it."""
+    return record.with_name(f"{record.stem}_{name}{record.suffix}")
+
+
 def load(path: Path) -> dict[str, dict[str, Any]]:
     """Records by key, of a file that may not exist yet. Raises InvalidArgument for a line that is no record."""
     if not path.exists():
