@@ -54,12 +54,11 @@ def flash_attn_with_kvcache(
       Other dtypes are not scaled: a scale beside them is refused.
 
     The log-sum-exp is fp32 ``[rows, heads, queries]`` or ``[heads, tokens]``, -inf for a query that sees nothing.
-    Without effect: ``scheduler_metadata``, ``pack_gqa``, ``sm_margin``, ``rotary_interleaved``; ``num_splits`` changes
-    rounding only. Raises Unsupported for qv, rotary_cos, rotary_sin, rotary_seqlens, cache_leftpad, attention_chunk,
-    cu_seqlens_k_new, and for cache_batch_idx with a page_table.
+    Without effect: ``scheduler_metadata``, ``pack_gqa``, ``sm_margin``; ``rotary_interleaved`` and ``rotary_seqlens``,
+    which say how to apply rotary_cos; ``num_splits`` changes rounding only. Raises Unsupported for qv, rotary_cos,
+    rotary_sin, cache_leftpad, attention_chunk, cu_seqlens_k_new, and for cache_batch_idx with a page_table.
     """
-    rotary = dict(rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_seqlens=rotary_seqlens)
-    refuse(FUNCTION, "rotate q and k before the call", **rotary)
+    refuse(FUNCTION, "rotate q and k before the call", rotary_cos=rotary_cos, rotary_sin=rotary_sin)
     refuse(FUNCTION, "let every sequence begin at the first token of its cache", cache_leftpad=cache_leftpad)
     refuse(FUNCTION, "append k and v of equal length per row, or by write_kv", cu_seqlens_k_new=cu_seqlens_k_new)
     refuse(FUNCTION, "use plain or windowed attention", qv=qv, attention_chunk=attention_chunk)
