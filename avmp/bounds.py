@@ -2,11 +2,11 @@
 
 Without checks the kernels leave out ids that name no unit and tokens that are not there, so that nothing is written to
 foreign memory; but an engine that hands out wrong tables computes nonsense from then on. Attention, which only reads,
-takes its ids for granted: those beyond the pool, and what lies behind a block table whose rows are longer than it, lead
-anywhere. With checks (``use_bounds_checks``, or the batches of a pool at ``debug=2``) one more launch per table finds
-the first bad id, the host waits for its answer, and an error names the operation, the row, the column, the id, and what
-was allowed. Running sums and lengths are checked on the host. Not for the capture of a CUDA graph, which must not wait.
-Under ``torch.compile`` the batches of a pool are not checked.
+takes its ids for granted: those beyond the pool lead anywhere, as does, there and in gathering, what lies behind a
+block table whose rows are longer than it. With checks (``use_bounds_checks``, or the batches of a pool at ``debug=2``)
+one more launch per table finds the first bad id, the host waits for its answer, and an error names the operation, the
+row, the column, the id, and what was allowed. Running sums and lengths are checked on the host. Not for the capture of
+a CUDA graph, which must not wait. Under ``torch.compile`` the batches of a pool are not checked.
 
 InvalidArgument is raised for what is wrong in itself: ids outside the pool, rows longer than their table, tokens beyond
 those that there are, two tokens or rows that write to one place, no page where one has to be read. Null pages in front

@@ -8,6 +8,7 @@ from typing import Any
 
 from avmp.kernels import attention_tuning as tuning
 from avmp.kernels import fp8_formats
+from avmp.kernels.attention_arguments import ALIBI_FORMS
 from avmp.kernels.attention_launch import chunk_tokens
 from bench.offline import TARGETS
 from bench.static_entries import Entry, Limits
@@ -137,6 +138,7 @@ def attention_arguments(shape: Shape, tiles: tuning.Tiles, changed: dict[str, An
     arguments |= {"DIM": shape.dim, "DIM_V": shape.dim, "BLOCK_DIM": shape.block, "BLOCK_DIM_V": shape.block}
     arguments |= {"M": tiles.rows, "N": tiles.keys, "LEFT": False, "RIGHT": True, "CAP": False}
     arguments |= {"FORMAT_K": fp8_formats.PLAIN, "FORMAT_V": fp8_formats.PLAIN, "HINT_K": 16, "HINT_V": 16}
+    arguments["ALIBI"] = ALIBI_FORMS.index("distance")
     return arguments | changed
 
 

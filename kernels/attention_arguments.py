@@ -140,8 +140,8 @@ def check_attention(
         )
     elif _may_overlap(out):
         raise InvalidArgument(
-            f"paged_attention: elements of out {tuple(out.shape)} with strides {out.stride()} share memory: expected "
-            "each its own"
+            f"paged_attention: elements of out {tuple(out.shape)} with strides {out.stride()} may share memory: "
+            "expected each its own"
         )
     lse = torch.empty(tokens, query_heads, dtype=torch.float32, device=q.device) if return_lse else None
     group = query_heads // kv_heads

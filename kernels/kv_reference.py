@@ -80,8 +80,8 @@ def gather_kv(
     ``[kv_heads]``) in fp32.
 
     Raises Unsupported for another ``dtype``, and InvalidArgument, also for sums that are not those of ``seq_lens``, or
-    do not fit ``num_tokens``. (The kernel,
-    which waits for nothing, leaves out what would lie outside, and otherwise takes them as they are.)
+    do not fit ``num_tokens``, and for rows longer than their table. (The kernel, which waits for nothing, takes sums as
+    they are: it leaves out what would lie outside the result, and zeroes what no row fills.)
 
     Floor: each value is read once and written once, 4 bytes of ids (8 with a page table) per page and KV head.
     """

@@ -101,7 +101,7 @@ def decode_kernel(
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_DIM_V: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, LEAST_KEYS: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CAP: tl.constexpr, FORMAT_K: tl.constexpr, FORMAT_V: tl.constexpr,
-    HINT_K: tl.constexpr, HINT_V: tl.constexpr, ALIBI: tl.constexpr = 0,
+    HINT_K: tl.constexpr, HINT_V: tl.constexpr, ALIBI: tl.constexpr,
 ):  # fmt: skip
     """Rows of 1 to ``most_queries`` queries. Grid: rows, KV heads times tiles of packed rows, splits.
 
@@ -233,7 +233,7 @@ def prefill_kernel(
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_DIM_V: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CAP: tl.constexpr,
     FORMAT_K: tl.constexpr, FORMAT_V: tl.constexpr, HINT_K: tl.constexpr, HINT_V: tl.constexpr,
-    ALIBI: tl.constexpr = 0,
+    ALIBI: tl.constexpr,
 ):  # fmt: skip
     """Rows of more than ``most_queries`` queries. Grid: an upper bound of all rows' tiles, KV heads."""
     kv_head = tl.program_id(1)

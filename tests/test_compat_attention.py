@@ -237,7 +237,8 @@ def test_flash_attention_3_takes_ragged_queries(backend: str) -> None:
     out, lse = flash_attn_3.flash_attn_with_kvcache(
         q, *p.caches, cache_seqlens=p.lens, page_table=p.table, cu_seqlens_q=starts_of(*counts), max_seqlen_q=5,
         causal=True, softcap=2.0, window_size=(4, 0), scheduler_metadata=torch.zeros(3), pack_gqa=True, sm_margin=8,
-        rotary_interleaved=False, rotary_seqlens=torch.zeros(2).int(),
+        rotary_interleaved=False, rotary_seqlens=torch.zeros(2).int(), q_descale=3 * torch.ones(3, 2),
+        k_descale=5 * torch.ones(3, 2), v_descale=7 * torch.ones(3, 2),
         return_softmax_lse=True,
     )  # fmt: skip
     assert lse.shape == (HEADS, 7)
@@ -273,9 +274,6 @@ def test_flash_attention_3_scales_fp8_by_row_and_head(appending_backend: str) ->
         dict(cache_leftpad=torch.zeros(2).int()),
         dict(cu_seqlens_k_new=torch.zeros(3).int()),
         dict(cache_batch_idx=torch.zeros(2).int()),
-        dict(q_descale=torch.ones(2, 2)),
-        dict(k_descale=torch.ones(2, 2)),
-        dict(v_descale=torch.ones(2, 2)),
     ],
     ids=lambda changed: next(iter(changed)),
 )

@@ -51,7 +51,7 @@ def flash_attn_with_kvcache(
 
     * ``cu_seqlens_q`` int32 ``[rows + 1]`` with ``max_seqlen_q``: q is ``[tokens, heads, head_dim]``, out likewise;
     * q and caches in fp8 e4m3 with ``q_descale``, ``k_descale``, ``v_descale`` fp32 ``[rows, kv_heads]``: out in bf16.
-      Other dtypes are not scaled: a scale beside them is refused.
+      Beside other dtypes, which are never scaled, engines pass the same three: they are without effect.
 
     The log-sum-exp is fp32 ``[rows, heads, queries]`` or ``[heads, tokens]``, -inf for a query that sees nothing.
     Without effect: ``scheduler_metadata``, ``pack_gqa``, ``sm_margin``; ``rotary_interleaved`` and ``rotary_seqlens``,
@@ -64,9 +64,6 @@ def flash_attn_with_kvcache(
     refuse(FUNCTION, "use plain or windowed attention", qv=qv, attention_chunk=attention_chunk)
     picked = cache_batch_idx if page_table is not None else None
     refuse(FUNCTION, "pick the rows of page_table before the call", cache_batch_idx=picked)
-    if q.dtype != torch.float8_e4m3fn:
-        scales = dict(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-        refuse(FUNCTION, f"it is for q in float8_e4m3fn, got {q.dtype}", **scales)
     require(0 <= num_splits <= MOST_SPLITS, FUNCTION, f"num_splits {num_splits}: expected 0 to {MOST_SPLITS}")
     ragged = cu_seqlens_q is not None
     require(q.dim() == (3 if ragged else 4), FUNCTION, f"q of {q.dim()} dimensions, cu_seqlens_q given: {ragged}")
@@ -76,7 +73,9 @@ def flash_attn_with_kvcache(
     caches = Caches(FUNCTION, q, k_cache, v_cache, page_table, cache_batch_idx, cache_seqlens, rows)
     caches.append(k, v)
     tokens = unit_stride(q) if ragged else unit_stride(q).flatten(0, 1)
-    if q_descale is not None:
+    if q.dtype != torch.float8_e4m3fn:
+        k_descale = v_descale = None
+    elif q_descale is not None:
         k_descale = q_descale if k_descale is None else q_descale * k_descale
     result: Any = paged_attention(
         tokens.to(torch.bfloat16) if q.dtype == torch.float8_e4m3fn else tokens,
