@@ -193,6 +193,9 @@ def test_crop_refuses_what_makes_no_sense() -> None:
             cache.crop(wrong)
     with pytest.raises(InvalidArgument, match="empty cache"):
         cache_of(tiny_model("llama")).checkpoint()
+    cache.crop(-9)
+    with pytest.raises(InvalidArgument, match="empty cache"):
+        cache.checkpoint()
     for call in (filled("mamba2")[1].checkpoint, lambda: filled("mamba2")[1].crop(-1)):
         with pytest.raises(Unsupported, match=r"states only.*fork\(\)"):
             call()
@@ -363,7 +366,7 @@ def test_an_interrupted_forward_is_found_out_and_can_be_taken_back() -> None:
         forward(model, cache.fork(), input_ids=batch(3, 2))
     with pytest.raises(Inconsistent, match=message):
         cache.checkpoint()
-    cache.crop(-2)
+    cache.crop(0)
     require_same_next("llama", "sdpa", cache, own, 3)
 
 
@@ -439,6 +442,28 @@ def test_padding_that_is_left_out_goes_with_its_row(chosen: list[int]) -> None:
         forward(model, cache, **inputs)
         getattr(cache, rearrange)(torch.tensor(chosen))
         result = forward(model, cache, input_ids=batch(4, 1), attention_mask=mask)
+        assert torch.allclose(result, expected, atol=1e-4)
+
+
+@in_place
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_padding_that_is_gone_asks_for_no_mask(attention: str) -> None:
+    """Taken back with its tokens, or gone with its row: the rest is as if there never had been any."""
+    model, ids, inputs = tiny_model("llama", "avmp"), batch(2, 8), prompts()
+    mask = torch.ones(2, 10, dtype=torch.long)
+    mask[0, 8:] = 0
+    cropped, chosen = cache_of(model), cache_of(model)
+    forward(model, cropped, input_ids=ids)
+    forward(model, cropped, input_ids=batch(2, 2), attention_mask=mask)
+    cropped.crop(-2)
+    forward(model, chosen, **inputs)
+    longest = inputs["attention_mask"].sum(1).argmax().view(1)
+    chosen.batch_select_indices(longest)
+    model = tiny_model("llama")
+    for cache, kept in ((cropped, ids), (chosen, inputs["input_ids"][longest])):
+        own, last = DynamicCache(config=model.config), batch(len(kept), 1)
+        expected = [forward(tiny_model("llama"), own, input_ids=step) for step in (kept, last)][-1]
+        result = forward(tiny_model("llama", attention), cache, input_ids=last)
         assert torch.allclose(result, expected, atol=1e-4)
 
 

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 import torch
 from transformers import DynamicCache
 
-from avmp.errors import OutOfMemory, RowTooLong
+from avmp.errors import InvalidArgument, OutOfMemory, RowTooLong
 from avmp.integrations.transformers import AvmpCache
 from avmp.integrations.transformers_generate import announced
 from avmp.options import Options
@@ -127,6 +127,29 @@ def test_padding_that_takes_no_memory_is_not_counted() -> None:
     cache.reset()
     with pytest.raises(OutOfMemory):
         generate(tiny_model("bamba", "sdpa"), inputs, cache, max_new_tokens=8)
+
+
+@pytest.mark.skipif(not IN_PLACE, reason="models tell a cache of their attention from transformers 5.24 on")
+@pytest.mark.parametrize("turns", [1, 2])
+@pytest.mark.parametrize("family", ["bamba", "falcon_h1"])
+def test_padding_that_takes_no_memory_is_not_counted_in_later_chunks(family: str, turns: int) -> None:
+    """Nor in the tokens of another turn, behind one that had none."""
+    inputs = prompts((1, 33))
+    if turns == 2:
+        ids, mask = batch(2, 5), torch.ones(2, 5, dtype=torch.long)
+        inputs = {
+            "input_ids": torch.cat([ids, inputs["input_ids"]], dim=1),
+            "attention_mask": torch.cat([mask, inputs["attention_mask"]], dim=1),
+        }
+    before = 5 * (turns - 1)
+    expected = generate(tiny_model(family), inputs, max_new_tokens=3)
+    model = tiny_model(family, "avmp")
+    tokens = sum(-(-(before + length + 2) // PAGE) for length in (1, 33)) * PAGE
+    cache = cache_of(model, 2, tokens // 2)
+    if turns == 2:
+        forward(model, cache, input_ids=ids)
+    result = generate(model, inputs, cache, max_new_tokens=3, prefill_chunk_size=16)
+    assert torch.equal(result.sequences, expected.sequences)
 
 
 def test_a_row_that_would_grow_too_long_is_refused_as_such() -> None:
@@ -253,6 +276,18 @@ def test_an_eviction_in_inference_mode_that_was_not_enough_does_no_harm() -> Non
         forward(model, cache.share(), input_ids=batch(2, 40))
     assert len(cache.sequences) == 0
     assert torch.equal(*(forward(model, some, input_ids=batch(1, 1, seed=8)) for some in (cache, own)))
+
+
+def test_nobody_leaves_for_more_tokens_than_one_forward_takes() -> None:
+    model = tiny_model("llama")
+    cache = cache_of(model, 2, 12, evictable=True, max_batch_tokens=16)
+    forward(model, cache, input_ids=batch(1, 12))
+    other = cache.share()
+    with pytest.raises(InvalidArgument, match=r"20 tokens in one forward, the cache takes max_batch_tokens=16"):
+        forward(model, other, input_ids=batch(1, 20))
+    with pytest.raises(OutOfMemory):
+        forward(model, other, input_ids=batch(2, 14))  # more than all pages hold
+    assert len(cache.sequences) == 1 and other.batch_size == -1
 
 
 def test_what_may_not_be_evicted_stays_and_the_rest_is_refused() -> None:

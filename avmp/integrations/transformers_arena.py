@@ -70,13 +70,18 @@ class SharedArena:
 
     def require(self, rows: Rows, operation: str, *arguments: Any) -> None:
         """Makes sure that ``run`` would succeed now, or raises what it would raise; changes nothing but evictions."""
-        self.settle()
-        while not self.pool.fits(operation, *arguments):
+        while True:
             try:
-                getattr(self.pool, operation)(*arguments)  # does not fit: raises, and says in numbers why
+                return self.require_free(operation, *arguments)
             except OutOfMemory:
                 if not self._evict(rows):
                     raise
+
+    def require_free(self, operation: str, *arguments: Any) -> None:
+        """``require`` without evictions."""
+        self.settle()
+        if not self.pool.fits(operation, *arguments):
+            getattr(self.pool, operation)(*arguments)  # does not fit: raises, and says in numbers why
 
     def _evict(self, needy: Rows) -> bool:
         """Whether some rows could be moved to host memory: of those that may, the ones used longest ago."""

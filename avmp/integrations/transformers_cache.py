@@ -64,9 +64,12 @@ class AvmpCache(Cache):
     it was then; rows that had no tokens yet are gone.
 
     A forward that was interrupted (an error, Ctrl-C) leaves layers with different numbers of tokens: the next one
-    raises Inconsistent, until the cache is taken back by ``crop`` (with states: to a checkpoint; ``crop(0)`` where that
-    is at the present length) or ``reset()``. One place is not told from the end of the forward: a decoding step that
-    stops inside of the last layer, if that has a state, which models change in place and tell nobody.
+    raises Inconsistent, until the cache is taken back by ``crop`` or ``reset()``. ``get_seq_length()`` is what all
+    layers have then, and ``crop(0)`` goes back to that (with states, if a checkpoint is there); with states only, there
+    is ``reset()`` alone. A forward counts as done once the last layer has stored its keys and values, or its state: one
+    that stops behind that, with an error in the last MLP say, has brought its tokens, and must not bring them again.
+    The same holds for a decoding step that stops inside of the last layer, if that has a state, which models change in
+    place and tell nobody.
     """
 
     is_compileable = False
@@ -173,6 +176,14 @@ class AvmpCache(Cache):
     def evictable(self, value: bool) -> None:
         self._rows.evictable = value
 
+    def get_seq_length(self, layer_idx: int | None = None) -> int:
+        """Tokens of each row that all layers have, padding included, or those of one layer, which has more while a
+        forward is under way, or where it was interrupted."""
+        progress = self._rows.progress
+        if layer_idx is None and progress.seen:
+            return progress.whole
+        return int(super().get_seq_length(layer_idx or 0))
+
     def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
         """The same as ``get_max_length``, under its older name."""
         length: int = self.get_max_length(layer_idx)
@@ -186,34 +197,38 @@ class AvmpCache(Cache):
 
     def reset(self) -> None:
         """No rows and no checkpoints, as at the beginning."""
-        self._rows.reset()
         self._checkpoints = []
+        self._rows.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Takes back the last ``-tokens_to_remove`` tokens of every row (0 or less, as transformers counts).
 
-        With states, only to where a ``checkpoint`` is, or to the beginning: raises Unsupported otherwise. 0 takes back
-        what a forward that was interrupted has done to the states; it does nothing behind one that was not.
+        It counts from ``get_seq_length()``: the tokens of a forward that was interrupted are not among them, and 0
+        takes back what it has done; 0 does nothing behind one that was not. With states, only to where a ``checkpoint``
+        is, or to the beginning: raises Unsupported otherwise.
         """
         rows = self._require_tokens("crop")
-        length = rows.length + int(tokens_to_remove)
+        present = rows.progress.whole
+        length = present + int(tokens_to_remove)
         if tokens_to_remove > 0 or length < 0:
-            raise InvalidArgument(f"crop({tokens_to_remove}): expected 0 to {-rows.length}")
-        if not rows.count or (tokens_to_remove == 0 and not (self._has_states and rows.progress.behind)):
-            return
+            raise InvalidArgument(f"crop({tokens_to_remove}): expected 0 to {-present}")
+        changes = rows.count > 0 and (tokens_to_remove < 0 or bool(rows.progress.behind))
         marks = sorted({mark.length for mark in self._checkpoints} | {0})
-        if self._has_states and length not in marks:
+        if changes and self._has_states and length not in marks:
             raise Unsupported(
                 f"crop to {length} tokens: states go back to a checkpoint() only, and those are at {marks}"
             )
         rows.unread = None
+        if not changes:
+            return
         rows.wake()
+        self._keep_checkpoints([mark for mark in self._checkpoints if mark.length <= length])
+        rows.progress.tear(length)  # checkpoints first: rows at 0 may be let go of, with theirs
         if self._has_states and length:
             self._restore({handle for mark in self._checkpoints if mark.length == length for handle in mark.snapshots})
         else:
             self._arena.run(rows, "truncate", rows.sequences, rows.stored(length))
         rows.set_length(length)
-        self._keep_checkpoints([mark for mark in self._checkpoints if mark.length <= length])
 
     def _restore(self, snapshots: set[int]) -> None:
         """Each row becomes what that one of the snapshots holds which it comes from; rows may have changed places
@@ -232,7 +247,7 @@ class AvmpCache(Cache):
         """A point to ``crop`` back to: references to the pages, and a slot per row for its state. Lasts until the cache
         is cropped to before it, or reset, and stays in the arena when the rows are swapped out. Raises OutOfMemory."""
         rows = self._require_tokens("checkpoint")
-        if not rows.count:
+        if rows.progress.is_first:
             raise InvalidArgument("checkpoint of an empty cache: there is nothing to come back to")
         rows.progress.require_whole()
         rows.require(rows.count)
@@ -254,8 +269,10 @@ class AvmpCache(Cache):
 
     def _require_tokens(self, what: str) -> Rows:
         """The rows. Raises Unsupported without attention layers, which are what counts tokens."""
-        if not self._rows.progress.seen:
-            raise Unsupported(f"{what}: a model with states only does not count its tokens; fork() the cache instead")
+        progress = self._rows.progress
+        if not progress.seen:
+            instead = progress.remedy if progress.behind else "fork() the cache instead"
+            raise Unsupported(f"{what}: a model with states only does not count its tokens; {instead}")
         return self._rows
 
     def _keep_checkpoints(self, kept: list[Checkpoint]) -> None:
@@ -311,7 +328,7 @@ class AvmpCache(Cache):
         rows = self._rows
         rows.become(sequences)
         if rows.padding is not None:
-            rows.padding = rows.padding[torch.tensor(parents, device=rows.padding.device)]
+            rows.set_padding(rows.padding[torch.tensor(parents, device=rows.padding.device)])
 
     # -- other caches ----------------------------------------------------------------------------------------------
 
@@ -348,8 +365,7 @@ class AvmpCache(Cache):
     # -- what transformers calls -----------------------------------------------------------------------------------
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """The window of a layer, as the first thing that its step asks for. Models call this; whoever wants to look at
-        states reads ``layers[layer_idx].conv_states[state_idx]``."""
+        """The window of a layer. Where a model calls this, it is the first thing that the layer's step asks for."""
         layer = self.layers[layer_idx]
         if isinstance(layer, StateLayer):
             layer.begin_step(sys._getframe(1))

@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionAndFull
 
 from avmp import ops
 from avmp.errors import InvalidArgument, Unsupported
+from avmp.handles import Int64Array
 from avmp.integrations.transformers_rows import Rows
 from avmp.integrations.transformers_support import Model
 from avmp.integrations.transformers_versions import reads_in_place
@@ -29,8 +30,9 @@ MODELS_ASK_THE_CACHE = hasattr(Cache, "get_conv_state")
 ``cache.layers[i].conv_states`` instead, as does whoever only looks."""
 
 
-INPUTS, TOKENS = "hidden_states", "seq_len"
-"""What all models call the inputs of a state layer, ``[rows, ...]``, and how many tokens of each row these are."""
+INPUTS, TOKENS, MASK = "hidden_states", "seq_len", "attention_mask"
+"""What all models call the inputs of a state layer, ``[rows, ...]``, how many tokens of each row these are, and a mask
+``[rows, tokens]`` that is 0 where they are padding, or None."""
 
 
 class Place(NamedTuple):
@@ -226,30 +228,35 @@ def _read(place: Place, part: int) -> torch.Tensor | None:
 
 
 def _begin_step(place: Place, caller: FrameType) -> None:
-    """A state layer's forward, which is ``caller``, will read its state, if there is one, and may change it. What for,
-    it keeps to itself: how many rows and tokens it has is among its local variables. They are read, not changed."""
-    if _has_state(place):
+    """A state layer's forward, if that is what ``caller`` is, will read its state, if there is one, and may change it.
+    What for, it keeps to itself: how many rows and tokens it has, and which of them are padding, is among its local
+    variables. They are read, not changed."""
+    if TOKENS in caller.f_locals and _has_state(place):
         require_inference()
-        inputs, tokens = (caller.f_locals.get(name) for name in (INPUTS, TOKENS))
+        inputs, tokens, mask = (caller.f_locals.get(name) for name in (INPUTS, TOKENS, MASK))
         tokens = tokens if isinstance(tokens, int) else None
-        _enter(place, len(inputs) if isinstance(inputs, torch.Tensor) else place.rows.count, tokens or 1)
+        count = len(inputs) if isinstance(inputs, torch.Tensor) else place.rows.count
+        _enter(place, count)
+        if place.is_ahead:
+            counts: int | Int64Array = tokens or 1
+            paged = place.model.paged
+            if paged and isinstance(mask, torch.Tensor) and mask.shape == (count, tokens):
+                counts = (mask != 0).sum(1).cpu().numpy()
+            place.rows.foresee(counts, paged)
         place.rows.progress.ask(place.layer, tokens)
 
 
 def _begin_step_and_read(place: Place) -> torch.Tensor | None:
-    caller = sys._getframe(2)
-    if TOKENS in caller.f_locals:
-        _begin_step(place, caller)
+    # 0 is this, 1 the mapping, which calls it through a partial, that has no frame of its own, and 2 who looks.
+    _begin_step(place, sys._getframe(2))
     return _read(place, CONV)
 
 
-def _enter(place: Place, count: int, tokens: int) -> None:
-    """There are ``count`` rows, and room for ``tokens`` more of each."""
+def _enter(place: Place, count: int) -> None:
+    """There are ``count`` rows."""
     if place.is_ahead and place.model.paged:
         require_in_place()
     place.rows.require(count)
-    if place.is_ahead:
-        place.rows.foresee(tokens, place.model.paged)
 
 
 class StateLayer(_Together, LinearAttentionLayer):
@@ -275,7 +282,7 @@ class StateLayer(_Together, LinearAttentionLayer):
         self.conv_kernel_size[0] = self._parts[CONV].shape[-1]
 
     def begin_step(self, caller: FrameType) -> None:
-        """The layer's forward, which is ``caller``, asks for its window."""
+        """The layer's forward, or somebody else, which is ``caller``, asks for its window."""
         _begin_step(self._place, caller)
 
     def update_conv_state(
@@ -286,7 +293,10 @@ class StateLayer(_Together, LinearAttentionLayer):
         rows, columns = self._place.rows, self._parts[CONV].shape[-1]
         rows.progress.take_back(self._place.layer)
         self._check("convolution windows", conv_states, CONV, state_idx, conv_kernel_size or columns)
-        _enter(self._place, conv_states.shape[0], conv_states.shape[-1])
+        _enter(self._place, conv_states.shape[0])
+        # What reads in place has been counted without padding where there is a state; else nothing could get ahead.
+        if self._place.is_ahead and not self._place.model.paged:
+            rows.foresee(conv_states.shape[-1], paged=False)
         if self.has_previous_state[0]:
             window = rows.read_state(self._place.layer, CONV)
             inputs = torch.cat([window, conv_states], dim=-1)

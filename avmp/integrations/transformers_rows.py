@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -30,10 +31,11 @@ class Rows:
     first attention layer brings them.
 
     ``length`` counts tokens as transformers does, padding included: those that there is memory for, which ``opener``,
-    an attention layer, made last; ``progress`` counts those of each layer. With ``padding`` (bool ``[rows, length]``,
-    True for padding; None where there is none) padding takes no memory: the pool's sequences are shorter than
-    ``length``. ``held`` are the handles of what the rows hold, by the operation that lets go of it, and ``unread`` is a
-    layer whose attention has to read its pages next.
+    an attention layer, made last; ``progress`` counts those of each layer. Where a forward or a way back was
+    interrupted, the pool's sequences may have fewer tokens than ``length``, but no fewer than ``progress.whole``. With
+    ``padding`` (bool ``[rows, length]``, True for padding; None where there is none) padding takes no memory: the
+    pool's sequences are shorter than ``length`` by it. ``held`` are the handles of what the rows hold, by the operation
+    that lets go of it, and ``unread`` is a layer whose attention has to read its pages next.
     """
 
     def __init__(
@@ -100,19 +102,20 @@ class Rows:
         """Brings the rows back if they were swapped out. Raises OutOfMemory."""
         swapped = self.held["discard"]
         if len(swapped):
-            back = self.arena.run(self, "swap_in", swapped)
-            self.held["discard"] = NOTHING
-            self.become(back)
+            # In one: no interrupt finds the rows in both places, or in neither.
+            self.held.update(release=self.arena.run(self, "swap_in", swapped), discard=NOTHING)
+            self.forget_step()
 
     def swap_out(self) -> None:
         """The rows leave for host memory."""
         if len(self.sequences):
-            self.held["discard"] = self.arena.run(self, "swap_out", self.sequences)
-            self.become(NOTHING)
+            self.held.update(discard=self.arena.run(self, "swap_out", self.sequences), release=NOTHING)
+            self.forget_step()
 
     def reset(self) -> None:
         """No rows, as before the first forward."""
         self.unread = None
+        self.progress.tear(0)
         for operation, handles in self.held.items():
             if len(handles):
                 self.arena.run(self, operation, handles)
@@ -122,9 +125,13 @@ class Rows:
     def set_length(self, length: int) -> None:
         """So many tokens are left, the first ones; the pool's sequences have been cut to fit."""
         self.length, self.opener = length, None
-        self.progress.set_length(length)
-        self.padding = self.padding[:, :length] if self.padding is not None and length else None
+        self.set_padding(None if self.padding is None else self.padding[:, :length])
         self.forget_step()
+        self.progress.set_length(length)  # last: an interrupt before it is found out
+
+    def set_padding(self, padding: torch.Tensor | None) -> None:
+        """That of the tokens there are; None where none of them is padding any more."""
+        self.padding = padding if padding is not None and padding.any() else None
 
     def take_after(self, origin: Rows) -> None:
         """As far as the rows that these are copies of; where their forward was interrupted, so was that of these."""
@@ -161,24 +168,32 @@ class Rows:
         if before != self.length:
             return
         self._require_readable(paged)
-        try:
+        with self._giving_up():
             added = self._added(tokens, mask) if paged else Added(tokens)
-        except (InvalidArgument, Unsupported):
+            # Ahead of the pool, and this first: an interrupt in between is found out by the next forward.
+            self.progress.reach = self.length + tokens
+            self.opener, self.length = layer, self.length + tokens
+            self._make_room("run", added.counts)
+        self._batch = self._pages = None
+        self.added, self.padding = added, added.padding
+
+    def foresee(self, counts: int | Int64Array, paged: bool) -> None:
+        """For a state layer in front of all attention layers: raises what ``begin`` would raise for so many tokens more
+        that take memory, before a state has gone ahead of keys and values."""
+        self._require_readable(paged)
+        with self._giving_up():
+            self._make_room("require", counts)
+
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """A refusal leaves the rows as they were; those without tokens are let go of."""
+        before = self.opener, self.length, self.progress.reach
+        try:
+            yield
+        except (InvalidArgument, OutOfMemory, RowTooLong, Unsupported):
+            self.opener, self.length, self.progress.reach = before
             self.give_up()
             raise
-        self._make_room("run", added.counts)
-        self._batch = self._pages = None
-        self.added, self.padding, self.opener = added, added.padding, layer
-        self.length += tokens
-        self.progress.reach = self.length
-
-    def foresee(self, tokens: int, paged: bool) -> None:
-        """For a state layer in front of all attention layers: raises what ``begin`` would raise for so many tokens,
-        none of them padding, before a state has gone ahead of keys and values."""
-        self._require_readable(paged)
-        # Padding that takes no memory is not known yet. At the beginning there is nothing that could get ahead.
-        if not paged or self.length:
-            self._make_room("require", tokens)
 
     def _require_readable(self, paged: bool) -> None:
         if self.padding is not None and not paged:
@@ -188,20 +203,20 @@ class Rows:
             )
 
     def _make_room(self, how: str, counts: int | Int64Array) -> None:
-        """Room for so many more tokens: ``how`` is ``"run"``, or ``"require"`` to make sure that there would be. Where
-        there is none, rows without tokens are let go of."""
+        """Room for so many more tokens: ``how`` is ``"run"``, or ``"require"`` to make sure that there would be."""
         total, most = int(np.broadcast_to(counts, self.count).sum()), self.pool.tables.max_tokens
-        try:
-            if total > most:
-                self.arena.require(self, "extend", self.sequences, counts)  # the tables are made for what may fit
-                raise InvalidArgument(
-                    f"{total} tokens in one forward, the cache takes max_batch_tokens={most}: generate with "
-                    "prefill_chunk_size, or make the cache with more"
-                )
-            getattr(self.arena, how)(self, "extend", self.sequences, counts)
-        except (InvalidArgument, OutOfMemory, RowTooLong):
-            self.give_up()
-            raise
+        if total > most:
+            layout = self.pool.layout
+            try:
+                self.arena.require_free("extend", self.sequences, counts)  # nobody has to leave for what is refused
+            except OutOfMemory:
+                if total > layout.max_pages() * layout.page_tokens:  # the tables are made for what may fit
+                    raise
+            raise InvalidArgument(
+                f"{total} tokens in one forward, the cache takes max_batch_tokens={most}: generate with "
+                "prefill_chunk_size, or make the cache with more"
+            )
+        getattr(self.arena, how)(self, "extend", self.sequences, counts)
 
     def _added(self, tokens: int, mask: torch.Tensor | None) -> Added:
         """Raises Unsupported where the mask says something else of earlier tokens than it did then."""
