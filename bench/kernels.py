@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from avmp.device_memory import advise_huge_pages
 from avmp.kernels.reference import TorchBackend
 from bench import attention
 from bench.records import machine, write_lines
@@ -46,7 +47,9 @@ def move_seconds(backend: TorchBackend, pool: str, sources: Any, destinations: A
 
 def measure(rounds: int) -> list[dict[str, Any]]:
     """GB/s of payload, read once and written once, for each unit size and for ``copy_``."""
-    arena = torch.zeros(1, ARENA_BYTES, dtype=torch.uint8)
+    arena = torch.empty(1, ARENA_BYTES, dtype=torch.uint8)
+    advise_huge_pages(arena)  # as an arena is allocated
+    arena.zero_()
     backend = TorchBackend(arena, {str(size): size for size in UNIT_BYTES})
     plain = torch.zeros(MOVED_BYTES, dtype=torch.uint8), torch.zeros(MOVED_BYTES, dtype=torch.uint8)
     rng = np.random.default_rng(0)

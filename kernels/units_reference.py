@@ -295,9 +295,13 @@ def _pairs(from_ids: Array, to_ids: Array) -> tuple[Array, Array]:
 def _copy_rows(source: Array, target: Array, from_ids: Array, to_ids: Array) -> None:
     """One lane, rows uint8 ``[units, unit_bytes]``: ``target[to_ids] = source[from_ids]``."""
     unit_bytes = source.shape[1]
+    if len(from_ids) == 0:
+        return
     if unit_bytes >= ROW_LOOP_BYTES:
-        for from_id, to_id in zip(from_ids.tolist(), to_ids.tolist(), strict=True):
-            target[to_id] = source[from_id]
+        (bytes_from, from_step), (bytes_to, to_step) = _flat(source), _flat(target)
+        begins = (from_ids.astype(np.int64) * from_step).tolist(), (to_ids.astype(np.int64) * to_step).tolist()
+        for begin, target_begin in zip(*begins, strict=True):
+            bytes_to[target_begin : target_begin + unit_bytes] = bytes_from[begin : begin + unit_bytes]
         return
     step = max(staging.STAGING_BYTES // unit_bytes, 1)
     for begin in range(0, len(from_ids), step):
@@ -305,6 +309,14 @@ def _copy_rows(source: Array, target: Array, from_ids: Array, to_ids: Array) -> 
         # np.take is the fastest, but makes an array contiguous first: a copy of it all, if it is not.
         rows = np.take(source, from_ids[part], axis=0) if source.flags.c_contiguous else source[from_ids[part]]
         target[to_ids[part]] = rows
+
+
+def _flat(rows: Array) -> tuple[memoryview, int]:
+    """All bytes from the first row to the last, and how far rows lie apart. Slices of a memoryview are copied by one
+    memmove, with half the fixed cost of an assignment to a row of an array."""
+    step = rows.strides[0]
+    length = (len(rows) - 1) * step + rows.shape[1]
+    return memoryview(np.lib.stride_tricks.as_strided(rows, (length,), (1,))), step
 
 
 # -- on any other device ---------------------------------------------------------------------------------------------

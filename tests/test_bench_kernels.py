@@ -16,18 +16,23 @@ def small(monkeypatch):
         monkeypatch.setattr(attention, name, value)
 
 
-@pytest.mark.parametrize("dtype", list(attention.BOUNDS), ids=str)
-@pytest.mark.parametrize("step", ["decode", "prefill"])
-def test_a_measurement_of_attention(small, monkeypatch, dtype, step):
-    def seconds(calls, rounds):
-        assert attention_seconds(calls, rounds).keys() == calls.keys()
-        return {"paged": 0.003, "contiguous": 0.002, "read": 0.001}
+def test_a_measurement_of_attention(small, monkeypatch):
+    """Of several passes the least counts, for each of what takes turns."""
+    passes = iter([0.004] * 6 + [0.003] * 6 + [0.005] * 6)
 
-    attention_seconds = attention.least_seconds
+    def seconds(calls, rounds):
+        assert least_seconds(calls, rounds).keys() == calls.keys()
+        return dict.fromkeys(calls, 0.002) | {"paged": next(passes)}
+
+    least_seconds = attention.least_seconds
     monkeypatch.setattr(attention, "least_seconds", seconds)
-    row = attention.measure(1, dtype, 32, step)
-    assert (row["paged_ms"], row["contiguous_ms"], row["ratio"]) == (3.0, 2.0, 1.5)
-    assert ("bound" in row) is (step == "decode")
+    monkeypatch.setattr(attention, "CONTEXTS", (16, 32))
+    monkeypatch.setattr(attention, "PREFILL_TOKENS", 32)
+    rows = attention.measure_all(1)
+    assert [row["step"] for row in rows] == ["decode"] * 4 + ["prefill"] * 2
+    for row in rows:
+        assert (row["paged_ms"], row["contiguous_ms"], row["ratio"]) == (3.0, 2.0, 1.5)
+        assert ("bound" in row) is (row["step"] == "decode")
 
 
 def test_results_that_differ_are_not_timed(small, monkeypatch):
@@ -57,9 +62,28 @@ def test_units_that_move_in_the_benchmark(monkeypatch):
     assert ["bound" in row for row in rows] == [False, False, True]
 
 
-def test_the_committed_figures_keep_their_bounds(repository):
+def recorded(repository):
     lines = (repository / "bench" / "results" / "kernels.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
+    return [json.loads(line) for line in lines]
+
+
+def test_the_table_of_the_page_is_what_was_recorded(repository):
+    rows = recorded(repository)
+    expected = ["| context, tokens | fp32, of contiguous | bf16, of contiguous |", "|--:|--:|--:|"]
+    ratios = {(row["dtype"], row["context"]): row["ratio"] for row in rows if row.get("step") == "decode"}
+    expected += [
+        f"| {context:,} | {ratios['float32', context]:.2f} | {ratios['bfloat16', context]:.2f} |"
+        for context in attention.CONTEXTS
+    ]
+    moves = [row for row in rows if row["benchmark"] == "kernels" and "move" in row["name"]]
+    expected += ["", "| units of KiB | of `copy_` |", "|--:|--:|"]
+    expected += [f"| {int(row['name'].split()[-2]):,} | {row['ratio']:.2f} |" for row in moves]
+    page = (repository / "bench" / "README.md").read_text(encoding="utf-8")
+    assert page.split("<!-- torch backend -->\n")[1].split("\n\n#")[0].splitlines() == expected
+
+
+def test_the_committed_figures_keep_their_bounds(repository):
+    rows = recorded(repository)
     moved = [row for row in rows if row["benchmark"] == "kernels" and "bound" in row]
     attended = [row for row in rows if row["benchmark"] == "attention" and "bound" in row]
     assert {row["bound"] for row in moved} == {kernels.BOUND}
