@@ -505,3 +505,23 @@ def test_a_preempted_sequence_does_not_go_on_from_its_old_state() -> None:
     batch = pool.batch(pool.admit([8]))
     assert not batch.has_initial_state.any()
     assert not any(part[int(batch.slot_table[batch.state_indices[0].long()])].any() for part in pool.state(0))
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no transparent huge pages here")
+def test_an_arena_on_a_cpu_asks_for_huge_pages():
+    pool = avmp.CachePool(avmp.named_model("jamba-v0.1"), "64MiB", device="cpu", max_rows=2)
+    assert "hg" in flags_of_mapping(pool.lanes.data_ptr())
+    assert "hg" not in flags_of_mapping(id(pool))
+
+
+def flags_of_mapping(address):
+    """What the kernel says of the mapping that the address lies in."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if "-" in words[0] and ":" not in words[0]:
+            begin, end = (int(number, 16) for number in words[0].split("-"))
+            inside = begin <= address < end
+        elif inside and words[0] == "VmFlags:":
+            return words[1:]
+    raise AssertionError(f"no mapping holds {address:#x}")
