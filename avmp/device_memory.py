@@ -14,8 +14,6 @@ from avmp.layout import ARENA_ALIGNMENT, Layout
 from avmp.places import Place, placed
 from avmp.units import parse_bytes
 
-HUGE_PAGE_BYTES = 2 << 20
-
 
 def resolve_memory(memory: int | str | float, device: torch.device) -> int:
     """Bytes for an arena: a size ("8GiB" or an integer), or a share (a float above 0, at most 1) of what is free on
@@ -91,7 +89,9 @@ def advise_huge_pages(memory: torch.Tensor) -> None:
     of what small pages cost is to find them. Advice only, taken where Linux has transparent huge pages; bytes are the
     same in any case."""
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    skip = -memory.data_ptr() % HUGE_PAGE_BYTES if memory.device.type == "cpu" else 0
-    size = (memory.nbytes - skip) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-    if advice is not None and memory.device.type == "cpu" and size > 0:
+    if advice is None or memory.device.type != "cpu":
+        return
+    skip = -memory.data_ptr() % ARENA_ALIGNMENT  # a huge page
+    size = (memory.nbytes - skip) // ARENA_ALIGNMENT * ARENA_ALIGNMENT
+    if size > 0:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(memory.data_ptr() + skip), ctypes.c_size_t(size), advice)

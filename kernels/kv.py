@@ -22,18 +22,11 @@ import triton.language as tl
 from avmp.errors import InvalidArgument
 from avmp.kernels import attention_tuning as tuning
 from avmp.kernels.attention_launch import device_class, stride_hint
-from avmp.kernels.attention_tiles import row_offset
+from avmp.kernels.attention_tiles import row_offset, token_offsets
 from avmp.kernels.fp8 import decode, encode
 from avmp.kernels.fp8_formats import FORMATS, PLAIN, as_bits
 from avmp.kernels.kv_reference import check_gather, check_write
 from avmp.kernels.launch import GRID_X_LIMIT, INTERPRETED, cdiv, device_guard, require_runnable
-
-
-@triton.jit
-def place_offsets(pages, inside, heads, page_stride, token_stride, head_stride, HINT: tl.constexpr):
-    """int64 offsets of (page, token, head) in a cache."""
-    offsets = pages.to(tl.int64) * page_stride + inside.to(tl.int64) * token_stride + heads.to(tl.int64) * head_stride
-    return tl.multiple_of(offsets, HINT)
 
 
 @triton.jit
@@ -102,13 +95,13 @@ def write_kv_kernel(
     valid = inside_count & (slots >= first_valid_id * PAGE)
     slots = tl.where(valid, slots, 0)
     pages, valid = _translated(slots // PAGE, valid, page_table, first_valid_id, table_limit, page_limit)
-    offsets = place_offsets(pages, slots % PAGE, heads, k_page, k_token, k_head, HINT_K)
+    offsets = token_offsets(pages, slots % PAGE, heads, k_page, k_token, k_head, HINT_K)
     _write_part(
         key, key_cache, key_scale, tokens, heads, offsets, valid, key_token, key_head, key_scale_head,
         DIM, BLOCK_DIM, FORMAT_K, HINT_KEY,
     )  # fmt: skip
     if value is not None:
-        offsets = place_offsets(pages, slots % PAGE, heads, v_page, v_token, v_head, HINT_V)
+        offsets = token_offsets(pages, slots % PAGE, heads, v_page, v_token, v_head, HINT_V)
         _write_part(
             value, value_cache, value_scale, tokens, heads, offsets, valid, value_token, value_head, value_scale_head,
             DIM_V, BLOCK_DIM_V, FORMAT_V, HINT_VALUE,
@@ -202,13 +195,13 @@ def gather_kv_kernel(
                 HEADS, DIM, DIM_V, BLOCK_DIM, BLOCK_DIM_V, PAIRS,
             )  # fmt: skip
     pages, valid = _translated(ids, valid, page_table, first_valid_id, table_limit, page_limit)
-    offsets = place_offsets(pages, tokens % PAGE, heads, k_page, k_token, k_head, HINT_K)
+    offsets = token_offsets(pages, tokens % PAGE, heads, k_page, k_token, k_head, HINT_K)
     _read_part(
         key_cache, key_out, key_scale, targets, heads, offsets, live, valid, key_scale_head,
         HEADS, DIM, BLOCK_DIM, FORMAT_K,
     )  # fmt: skip
     if value_cache is not None:
-        offsets = place_offsets(pages, tokens % PAGE, heads, v_page, v_token, v_head, HINT_V)
+        offsets = token_offsets(pages, tokens % PAGE, heads, v_page, v_token, v_head, HINT_V)
         _read_part(
             value_cache, value_out, value_scale, targets, heads, offsets, live, valid, value_scale_head,
             HEADS, DIM_V, BLOCK_DIM_V, FORMAT_V,

@@ -34,6 +34,17 @@ def interpreter() -> None:
     triton_interpreter.install()
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Operations are small here: threads that wait for each other on a busy machine cost more than they bring."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(params=["forward", "reverse", "shuffle"])
 def program_order(request: pytest.FixtureRequest, interpreter: None) -> Iterator[str]:
     """The test runs three times, with the programs of its kernels in three orders; for kernels that write."""

@@ -1,7 +1,6 @@
 """How far the kernels of attention and KV reach: addresses alone, sizes of grids, and how often launches compile."""
 
 import itertools
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,15 +32,6 @@ MANY = 65_536 + 4_464
 COUNTS = (1, 3, 16, 17, 1024)
 
 
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Operations are small here: threads that wait for each other on a busy machine cost more than they bring."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 # -- addresses -------------------------------------------------------------------------------------------------------
 #
 # Nothing but an address is computed, at numbers where 32 bits would wrap, in bytes or in elements. All numbers are
@@ -54,8 +44,6 @@ def address_kernel(a, b, c, d, out, first, second, third, FORMULA: tl.constexpr,
     a, b, c, d = tl.load(a + i), tl.load(b + i), tl.load(c + i), tl.load(d + i)
     if FORMULA == "cache":
         found = attention_tiles.token_offsets(a, b, c, first, second, third, 1)
-    elif FORMULA == "place":
-        found = kv.place_offsets(a, b, c, first, second, third, 1)
     elif FORMULA == "query":
         found = attention_tiles.query_offsets(a, b, first, second)
     elif FORMULA == "new":
@@ -88,16 +76,15 @@ PAGE_STRIDES = {
 }
 
 
-@pytest.mark.parametrize("formula", ["cache", "place"])
 @pytest.mark.parametrize("strides", PAGE_STRIDES)
-def test_addresses_of_pages_tokens_and_heads(formula: str, strides: str) -> None:
+def test_addresses_of_pages_tokens_and_heads(strides: str) -> None:
     page, token, head = PAGE_STRIDES[strides]
     crossing = [2**power // page + step for power in (30, 31, 32, 33) for step in (0, 1)]
     numbers = [(a, b, c) for a in (*crossing, 0, 2**31 - 1) for b, c in ((0, 0), (15, 7), (255, 63))]
     numbers = [*numbers, *numbers[:2]]
     expected = [a * page + b * token + c * head for a, b, c in numbers]
     assert any(one >= 2**32 for one in expected)
-    assert addresses(formula, numbers, PAGE_STRIDES[strides]) == expected
+    assert addresses("cache", numbers, PAGE_STRIDES[strides]) == expected
 
 
 @pytest.mark.parametrize("formula", ["query", "new"])

@@ -26,14 +26,6 @@ SLOPES = torch.tensor([0.3, 0.1, 0.05, 0.01])
 FP8 = torch.float8_e4m3fn
 
 
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(params=["torch", "triton"])
 def backend(request: pytest.FixtureRequest, interpreter: None) -> Iterator[str]:
     with use_backend(request.param):

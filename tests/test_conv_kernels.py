@@ -5,7 +5,6 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,15 +42,6 @@ pytestmark = pytest.mark.usefixtures("interpreter", "one_thread")
 MODULES = {"kernels": kernels.causal_conv1d_update, "reference": conv_reference.causal_conv1d_update}
 SLOTS, COLUMNS = 40, 6
 NAN = float("nan")
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Operations are small here: threads that wait for each other on a busy machine cost more than they bring."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,15 +20,6 @@ pytestmark = pytest.mark.usefixtures("interpreter", "one_thread")
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 HEADS, PAGES = 3, 9
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Operations are small here: threads that wait for each other on a busy machine cost more than they bring."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -390,7 +380,7 @@ def test_what_does_not_fit_is_refused():
 @triton.jit
 def place_kernel(pages, inside, heads, out, page_stride, token_stride, head_stride, COUNT: tl.constexpr):
     i = tl.arange(0, COUNT)
-    offsets = kv.place_offsets(
+    offsets = kv.token_offsets(
         tl.load(pages + i), tl.load(inside + i), tl.load(heads + i), page_stride, token_stride, head_stride, 1
     )
     tl.store(out + i, offsets)

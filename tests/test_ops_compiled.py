@@ -35,15 +35,9 @@ from tests.op_calls import (
     watch_backends,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

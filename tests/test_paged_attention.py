@@ -123,15 +123,6 @@ def attend(module: str, problem: Problem, **changed: Any) -> tuple[torch.Tensor,
     return result, lse
 
 
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Operations are small here: threads that wait for each other on a busy machine cost more than they bring."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_features_in_pairs(number):
     case = dict(CASES[number])
